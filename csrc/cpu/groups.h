@@ -1,0 +1,29 @@
+// The groups of grouped_matmul on the CPU, and the split of the work into tasks.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../common/checks.h"
+
+namespace moe::cpu {
+
+// First row of each group, and one past the last row: E + 1 values. ValueError unless the groups use up `rows` exactly.
+std::vector<int64_t> group_offsets(
+    const ArgChecks& check, const Tensor& group_list, int64_t group_list_type, int64_t rows);
+
+// A stretch [begin, end) of the output rows of one group.
+struct GroupTask {
+  int64_t group;
+  int64_t begin;
+  int64_t end;
+};
+
+// Cuts the `rows[g]` output rows of every group into stretches. The cut depends on the sizes alone, never on the number of
+// threads. `cost_per_row`: multiply-adds for one output row.
+std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std::vector<int64_t>& cost_per_row);
+
+// out = left @ right, all 2-D, in one rounding to the dtype of `out`, on the calling thread.
+void serial_matmul(const Tensor& left, const Tensor& right, Tensor& out);
+
+} // namespace moe::cpu

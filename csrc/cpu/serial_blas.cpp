@@ -1,0 +1,32 @@
+#include "serial_blas.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// Part of MKL, which torch's x86-64 builds carry and export; absent elsewhere.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
+namespace moe::cpu {
+
+// Both settings belong to the calling thread alone: other threads of the process keep theirs.
+SerialBlas::SerialBlas() : openmp_threads_(0), mkl_threads_(0) {
+#ifdef _OPENMP
+  openmp_threads_ = omp_get_max_threads();
+  omp_set_num_threads(1);
+#endif
+  if (MKL_Set_Num_Threads_Local != nullptr) {
+    mkl_threads_ = MKL_Set_Num_Threads_Local(1);
+  }
+}
+
+SerialBlas::~SerialBlas() {
+#ifdef _OPENMP
+  omp_set_num_threads(openmp_threads_);
+#endif
+  if (MKL_Set_Num_Threads_Local != nullptr) {
+    MKL_Set_Num_Threads_Local(mkl_threads_);
+  }
+}
+
+} // namespace moe::cpu

@@ -1,0 +1,27 @@
+// Row maps and expert ids on the CPU: range checks, stable sorting.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/checks.h"
+
+namespace moe::cpu {
+
+constexpr int32_t kNoRow = -1;
+
+// `index` as a contiguous int32 tensor, each value in [low, high); an IndexError names the first that is not, its position
+// and the range. A copy is made only where dtype or strides ask for it.
+Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
+
+// Raises for the first id below zero.
+void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg);
+
+// Row of each slot when the slots are sorted by expert id, equal ids in slot order: int32, as long as `expert_ids`.
+// Linear in the number of slots where the ids span a range not much larger than it, else n log n.
+void stable_rows(const Tensor& expert_ids, int32_t* row_of_slot);
+
+// The slot that names each of `num_rows` rows, kNoRow for a row that no slot names. Slots without a row, or with one past the
+// end, are left out. IndexError if two slots name the same row.
+Tensor slot_of_row(const ArgChecks& check, const char* arg, const Tensor& row_of_slot, int64_t num_rows);
+
+} // namespace moe::cpu
