@@ -20,7 +20,8 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 except ImportError as error:
     sys.exit(
-        f"torch_moe_ops is compiled against the torch that you use, and this build cannot import it ({error}).\n"
+        "torch_moe_ops is compiled against the torch that you use, and this build cannot import "
+        f"it ({error}).\n"
         "Install torch 2.13.0 first, then build without isolation:\n"
         "    pip install torch==2.13.0 setuptools ninja\n"
         "    pip install --no-build-isolation ."
@@ -36,6 +37,7 @@ def sources() -> list[str]:
 
 
 def compile_flags() -> list[str]:
+    """The flags of every C++ file."""
     flags = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-fopenmp"]
     # The same operations on every processor and compiler: no fused multiply-add behind our back.
     flags.append("-ffp-contract=off")
@@ -45,18 +47,25 @@ def compile_flags() -> list[str]:
 
 
 def sanitizer_flags() -> list[str]:
+    """The flags that MOE_OPS_SANITIZE asks for, none by default."""
     names = os.environ.get("MOE_OPS_SANITIZE", "")
     return [f"-fsanitize={names}", "-fno-omit-frame-pointer", "-g"] if names else []
 
 
 class Build(BuildExtension):
-    """Writes the facts of the build beside the library, where the loader reads them before it loads anything."""
+    """Writes build facts beside the library; the loader reads them before it loads anything."""
 
     def run(self) -> None:
+        """Builds the extension, then writes ``_build_info.py``."""
         super().run()
         target = ROOT / "src" if self.inplace else Path(self.build_lib)
-        facts = f'TORCH_VERSION = "{torch.__version__}"\nCXX_FLAGS = "{" ".join(compile_flags())}"\n'
-        (target / PACKAGE / "_build_info.py").write_text('"""Written by setup.py."""\n\n' + facts)
+        lines = [
+            '"""Written by setup.py."""',
+            "",
+            f'TORCH_VERSION = "{torch.__version__}"',
+            f'CXX_FLAGS = "{" ".join(compile_flags())}"',
+        ]
+        (target / PACKAGE / "_build_info.py").write_text("\n".join(lines) + "\n")
 
 
 print(f"{PACKAGE}: torch {torch.__version__}, flags: {' '.join(compile_flags())}")

@@ -1,5 +1,5 @@
-// The Python module torch_moe_ops._C: what this library is, for the loader and for `python -m torch_moe_ops.info`. The operators
-// themselves are reached through torch.ops.moe; nothing here is on their call path.
+// The Python module torch_moe_ops._C: what this library is, for the loader and for `python -m torch_moe_ops.info`. The
+// operators themselves are reached through torch.ops.moe; nothing here is on their call path.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
@@ -13,8 +13,7 @@ namespace moe {
 
 bool is_first_copy() {
   // Asked for the first time by this copy's first registration: nothing of this copy is in the dispatcher yet.
-  static const bool kFirst =
-      !c10::Dispatcher::singleton().findSchema({"moe::token_permute", ""}).has_value();
+  static const bool kFirst = !c10::Dispatcher::singleton().findSchema({"moe::token_permute", ""}).has_value();
   return kFirst;
 }
 
@@ -51,8 +50,11 @@ MOE_SCHEMAS(m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build facts of torch_moe_ops. The operators are in torch.ops.moe.";
-  m.def("is_first_copy", &moe::is_first_copy, "False if another copy of the library had registered the operators before.");
-  m.def("cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
+  m.def(
+      "is_first_copy", &moe::is_first_copy,
+      "False if another copy of the library had registered the operators before.");
+  m.def(
+      "cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
   m.attr("compiler") = moe::compiler();
   m.attr("cxx_standard") = __cplusplus;
   m.attr("openmp") = moe::has_openmp();

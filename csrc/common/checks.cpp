@@ -13,8 +13,7 @@ namespace moe {
 #define MOE_CHECK_WITH(MACRO, cond, arg, ...) MACRO(cond, "moe::", op_, ": ", arg, " must ", __VA_ARGS__)
 
 void ArgChecks::rank(const Tensor& tensor, const char* arg, int64_t rank) const {
-  MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, tensor.dim() == rank, arg, "be ", rank, "-D, got shape ", tensor.sym_sizes());
+  MOE_CHECK_WITH(TORCH_CHECK_VALUE, tensor.dim() == rank, arg, "be ", rank, "-D, got shape ", tensor.sym_sizes());
 }
 
 void ArgChecks::min_rank(const Tensor& tensor, const char* arg, int64_t rank) const {
@@ -24,14 +23,14 @@ void ArgChecks::min_rank(const Tensor& tensor, const char* arg, int64_t rank) co
 
 void ArgChecks::rank_between(const Tensor& tensor, const char* arg, int64_t low, int64_t high) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, low <= tensor.dim() && tensor.dim() <= high, arg,
-      "be ", low, "-D or ", high, "-D, got shape ", tensor.sym_sizes());
+      TORCH_CHECK_VALUE, low <= tensor.dim() && tensor.dim() <= high, arg, "be ", low, "-D or ", high, "-D, got shape ",
+      tensor.sym_sizes());
 }
 
 void ArgChecks::floating(const Tensor& tensor, const char* arg) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_TYPE, is_supported_float(tensor.scalar_type()), arg,
-      "be float32, float64, bfloat16 or float16, got ", dtype_name(tensor.scalar_type()));
+      TORCH_CHECK_TYPE, is_supported_float(tensor.scalar_type()), arg, "be float32, float64, bfloat16 or float16, got ",
+      dtype_name(tensor.scalar_type()));
 }
 
 void ArgChecks::integer(const Tensor& tensor, const char* arg) const {
@@ -40,19 +39,16 @@ void ArgChecks::integer(const Tensor& tensor, const char* arg) const {
       TORCH_CHECK_TYPE, dtype == at::kInt || dtype == at::kLong, arg, "be int32 or int64, got ", dtype_name(dtype));
 }
 
-void ArgChecks::same_dtype(
-    const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
+void ArgChecks::same_dtype(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_TYPE, tensor.scalar_type() == other.scalar_type(), arg,
-      "have the dtype of ", other_arg, " (", dtype_name(other.scalar_type()), "), got ",
-      dtype_name(tensor.scalar_type()));
+      TORCH_CHECK_TYPE, tensor.scalar_type() == other.scalar_type(), arg, "have the dtype of ", other_arg, " (",
+      dtype_name(other.scalar_type()), "), got ", dtype_name(tensor.scalar_type()));
 }
 
-void ArgChecks::same_device(
-    const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
+void ArgChecks::same_device(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK, tensor.device() == other.device(), arg,
-      "be on the device of ", other_arg, " (", other.device(), "), got ", tensor.device());
+      TORCH_CHECK, tensor.device() == other.device(), arg, "be on the device of ", other_arg, " (", other.device(),
+      "), got ", tensor.device());
 }
 
 void ArgChecks::shape(const Tensor& tensor, const char* arg, SymIntArrayRef expected) const {
@@ -65,8 +61,8 @@ void ArgChecks::shape(const Tensor& tensor, const char* arg, SymIntArrayRef expe
 
 void ArgChecks::size(const Tensor& tensor, const char* arg, int64_t dim, const SymInt& expected) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, tensor.sym_size(dim).sym_eq(expected).expect_true(__FILE__, __LINE__), arg,
-      "have size ", expected, " in dimension ", dim, ", got shape ", tensor.sym_sizes());
+      TORCH_CHECK_VALUE, tensor.sym_size(dim).sym_eq(expected).expect_true(__FILE__, __LINE__), arg, "have size ",
+      expected, " in dimension ", dim, ", got shape ", tensor.sym_sizes());
 }
 
 void ArgChecks::is_false(bool value, const char* arg) const {
@@ -84,26 +80,23 @@ void ArgChecks::one_of(int64_t value, const char* arg, std::initializer_list<int
 
 void ArgChecks::at_least(const SymInt& value, const char* arg, int64_t low) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, value.sym_ge(low).expect_true(__FILE__, __LINE__), arg,
-      "be at least ", low, ", got ", value);
+      TORCH_CHECK_VALUE, value.sym_ge(low).expect_true(__FILE__, __LINE__), arg, "be at least ", low, ", got ", value);
 }
 
-void ArgChecks::at_most(
-    const SymInt& value, const char* arg, const SymInt& high, const char* meaning) const {
+void ArgChecks::at_most(const SymInt& value, const char* arg, const SymInt& high, const char* meaning) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, value.sym_le(high).expect_true(__FILE__, __LINE__), arg,
-      "be at most ", meaning, " (", high, "), got ", value);
+      TORCH_CHECK_VALUE, value.sym_le(high).expect_true(__FILE__, __LINE__), arg, "be at most ", meaning, " (", high,
+      "), got ", value);
 }
 
 void ArgChecks::multiple_of(
     const SymInt& value, const char* arg, const SymInt& divisor, const char* divisor_arg) const {
   MOE_CHECK_WITH(
-      TORCH_CHECK_VALUE, (value % divisor).sym_eq(0).expect_true(__FILE__, __LINE__), arg,
-      "be a multiple of ", divisor_arg, " (", divisor, "), got ", value);
+      TORCH_CHECK_VALUE, (value % divisor).sym_eq(0).expect_true(__FILE__, __LINE__), arg, "be a multiple of ",
+      divisor_arg, " (", divisor, "), got ", value);
 }
 
-void ArgChecks::element_count(
-    const Tensor& tensor, const char* arg, const SymInt& count, const char* other_arg) const {
+void ArgChecks::element_count(const Tensor& tensor, const char* arg, const SymInt& count, const char* other_arg) const {
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, tensor.sym_numel().sym_eq(count).expect_true(__FILE__, __LINE__), arg,
       "have as many elements as ", other_arg, " (", count, "), got shape ", tensor.sym_sizes());
@@ -113,8 +106,7 @@ void ArgChecks::present(const OptionalTensor& tensor, const char* arg, const cha
   MOE_CHECK_WITH(TORCH_CHECK_VALUE, given(tensor), arg, "be given when ", because, " is, got None");
 }
 
-void ArgChecks::floating_like(
-    const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
+void ArgChecks::floating_like(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const {
   floating(tensor, arg);
   same_dtype(tensor, arg, other, other_arg);
   same_device(tensor, arg, other, other_arg);

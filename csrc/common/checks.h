@@ -1,7 +1,7 @@
 // Argument checks shared by every kernel (CPU, Meta, NPU), so that no way of calling an operator goes round them.
 //
-// Every message reads `moe::<op>: <argument> must <condition>, got <value>`. Sizes are SymInt: the same code checks real
-// sizes and the symbolic ones of torch.compile. Nothing here reads tensor data.
+// Every message reads `moe::<op>: <argument> must <condition>, got <value>`. Sizes are SymInt: the same code checks
+// real sizes and the symbolic ones of torch.compile. Nothing here reads tensor data.
 #pragma once
 
 #include <ATen/core/Tensor.h>

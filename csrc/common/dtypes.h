@@ -13,8 +13,8 @@ inline std::string_view dtype_name(c10::ScalarType dtype) {
 }
 
 inline bool is_supported_float(c10::ScalarType dtype) {
-  return dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double ||
-      dtype == c10::ScalarType::BFloat16 || dtype == c10::ScalarType::Half;
+  return dtype == c10::ScalarType::Float || dtype == c10::ScalarType::Double || dtype == c10::ScalarType::BFloat16 ||
+         dtype == c10::ScalarType::Half;
 }
 
 } // namespace moe

@@ -14,12 +14,10 @@ namespace {
 void check_counts(const ArgChecks& check, const std::vector<int64_t>& counts, int64_t rows) {
   for (size_t g = 0; g < counts.size(); ++g) {
     TORCH_CHECK_VALUE(
-        counts[g] >= 0,
-        "moe::", check.op(), ": group_list must be at least 0, got ", counts[g], " at position ", g);
+        counts[g] >= 0, "moe::", check.op(), ": group_list must be at least 0, got ", counts[g], " at position ", g);
     TORCH_CHECK_VALUE(
-        counts[g] <= rows,
-        "moe::", check.op(), ": group_list must be at most the number of rows of x (", rows, "), got ", counts[g],
-        " at position ", g);
+        counts[g] <= rows, "moe::", check.op(), ": group_list must be at most the number of rows of x (", rows,
+        "), got ", counts[g], " at position ", g);
   }
 }
 
@@ -27,14 +25,13 @@ void check_totals(const ArgChecks& check, const std::vector<int64_t>& totals) {
   for (size_t g = 0; g < totals.size(); ++g) {
     const int64_t before = g == 0 ? 0 : totals[g - 1];
     TORCH_CHECK_VALUE(
-        totals[g] >= before,
-        "moe::", check.op(), ": group_list must not fall with group_list_type 0, got ", totals[g], " after ", before,
-        " at position ", g);
+        totals[g] >= before, "moe::", check.op(), ": group_list must not fall with group_list_type 0, got ", totals[g],
+        " after ", before, " at position ", g);
   }
 }
 
-// torch multiplies float16 on the CPU 7 to 500 times slower than float32, and bfloat16 on an x86 processor without AVX-512 by
-// a plain loop.
+// torch multiplies float16 on the CPU 7 to 500 times slower than float32, and bfloat16 on an x86 processor without
+// AVX-512 by a plain loop.
 bool multiplies_faster_in_float32(at::ScalarType dtype) {
 #ifdef __x86_64__
   if (dtype == at::kBFloat16) {
@@ -62,15 +59,16 @@ std::vector<int64_t> group_offsets(
     std::copy(given.begin(), given.end(), offsets.begin() + 1);
   }
   TORCH_CHECK_VALUE(
-      offsets.back() == rows,
-      "moe::", check.op(), ": group_list must use up the ", rows, " rows of x, got a total of ", offsets.back());
+      offsets.back() == rows, "moe::", check.op(), ": group_list must use up the ", rows, " rows of x, got a total of ",
+      offsets.back());
   return offsets;
 }
 
 std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std::vector<int64_t>& cost_per_row) {
-  // Large enough for a BLAS to run at full speed and to hide the packing of its right side, small enough to spread over cores.
+  // Large enough for a BLAS to run at full speed and to hide the packing of its right side, small enough to spread over
+  // cores.
   constexpr int64_t kMinRows = 256;
-  constexpr int64_t kMinCost = 1 << 26;
+  constexpr int64_t kMinCost = 1 << 23;
   std::vector<GroupTask> tasks;
   for (size_t g = 0; g < rows.size(); ++g) {
     const int64_t stretch = std::max(kMinRows, kMinCost / std::max<int64_t>(1, cost_per_row[g]));
@@ -84,7 +82,8 @@ std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std:
 
 void serial_matmul(const Tensor& left, const Tensor& right, Tensor& out) {
   const SerialBlas serial;
-  // Threads of a parallel loop do not inherit the caller's dispatch state; autograd has been dealt with above this kernel.
+  // Threads of a parallel loop do not inherit the caller's dispatch state; autograd has been dealt with above this
+  // kernel.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (multiplies_faster_in_float32(out.scalar_type())) {
     out.copy_(at::mm(left.to(at::kFloat), right.to(at::kFloat)));

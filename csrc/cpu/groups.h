@@ -19,8 +19,8 @@ struct GroupTask {
   int64_t end;
 };
 
-// Cuts the `rows[g]` output rows of every group into stretches. The cut depends on the sizes alone, never on the number of
-// threads. `cost_per_row`: multiply-adds for one output row.
+// Cuts the `rows[g]` output rows of every group into stretches. The cut depends on the sizes alone, never on the number
+// of threads. `cost_per_row`: multiply-adds for one output row.
 std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std::vector<int64_t>& cost_per_row);
 
 // out = left @ right, all 2-D, in one rounding to the dtype of `out`, on the calling thread.

@@ -233,9 +233,8 @@ void combine_rows(const CombineArgs& args, Tensor& output) {
 void scatter_rows(
     const ArgChecks& check, const char* arg, const ScatterArgs& args, Tensor& rows_grad, Tensor& weights_grad) {
   const int64_t row_size = elements_per_row(args.grad);
-  const int64_t num_rows = rows_grad.dim() == 3 && args.grad.dim() == 2
-      ? rows_grad.size(0) * rows_grad.size(1)
-      : rows_grad.size(0);
+  const int64_t num_rows =
+      rows_grad.dim() == 3 && args.grad.dim() == 2 ? rows_grad.size(0) * rows_grad.size(1) : rows_grad.size(0);
   const Tensor slots = slot_of_row(check, arg, args.row_of_slot, num_rows);
   zero_unnamed_rows(slots, rows_grad);
 

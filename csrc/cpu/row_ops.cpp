@@ -24,9 +24,8 @@ Level choose_level() {
 #ifdef MOE_ROW_OPS_X86_LEVELS
       {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"), row_ops_avx2},
       {"avx512",
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("f16c"),
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c"),
        row_ops_avx512},
 #endif
   };
@@ -38,8 +37,8 @@ Level choose_level() {
     }
   }
   TORCH_CHECK_VALUE(
-      chosen != nullptr,
-      "MOE_OPS_CPU_CAPABILITY must be default, avx2 or avx512 and supported by this processor, got ", wanted);
+      chosen != nullptr, "MOE_OPS_CPU_CAPABILITY must be default, avx2 or avx512 and supported by this processor, got ",
+      wanted);
   return *chosen;
 }
 

@@ -1,5 +1,5 @@
-// Arithmetic on one row, the only code that touches elements: T is the dtype of the rows, A the dtype of the sums (float, or
-// double where the rows or their weights are double).
+// Arithmetic on one row, the only code that touches elements: T is the dtype of the rows, A the dtype of the sums
+// (float, or double where the rows or their weights are double).
 //
 // The functions exist once for each instruction set and are chosen at run time (row_ops.cpp). All of them do the same
 // operations in the same order, without fused multiply-add, so that results are the same bits on every machine:
@@ -12,11 +12,11 @@ namespace moe::cpu {
 
 template <typename T, typename A>
 struct RowOps {
-  void (*set)(A* sum, const T* row, int64_t n); // sum = row
-  void (*add)(A* sum, const T* row, int64_t n); // sum += row
+  void (*set)(A* sum, const T* row, int64_t n);                  // sum = row
+  void (*add)(A* sum, const T* row, int64_t n);                  // sum += row
   void (*add_scaled)(A* sum, const T* row, A weight, int64_t n); // sum += weight * row
-  void (*round)(T* out, const A* sum, int64_t n); // out = sum
-  void (*scale)(T* out, const T* row, A weight, int64_t n); // out = weight * row
+  void (*round)(T* out, const A* sum, int64_t n);                // out = sum
+  void (*scale)(T* out, const T* row, A weight, int64_t n);      // out = weight * row
   A (*dot)(const T* left, const T* right, int64_t n);
 };
 

@@ -1,6 +1,6 @@
-// Bodies of row_ops.h. Included once for each instruction set, inside a namespace of its own (MOE_ROW_OPS_NAMESPACE), after
-// the target options of that set: nothing here may be shared with code compiled for another set.
-// No include guard: the including files differ in what they define.
+// Bodies of row_ops.h. Included once for each instruction set, inside a namespace of its own (MOE_ROW_OPS_NAMESPACE),
+// after the target options of that set: nothing here may be shared with code compiled for another set. No include
+// guard: the including files differ in what they define.
 
 namespace moe::cpu::MOE_ROW_OPS_NAMESPACE {
 

@@ -33,12 +33,11 @@ const RowOpsTable& row_ops_avx512();
 } // namespace moe::cpu
 
 // The table of the instruction set whose bodies were included last.
-#define MOE_ROW_OPS_DEFINE_TABLE(function, level)                                                     \
-  const moe::cpu::RowOpsTable& moe::cpu::function() {                                                 \
-    static constexpr RowOpsTable kTable{                                                              \
-        level::table<float, float>(),          level::table<float, double>(),                         \
-        level::table<double, double>(),        level::table<c10::BFloat16, float>(),                  \
-        level::table<c10::BFloat16, double>(), level::table<c10::Half, float>(),                      \
-        level::table<c10::Half, double>()};                                                           \
-    return kTable;                                                                                    \
+#define MOE_ROW_OPS_DEFINE_TABLE(function, level)                                                                    \
+  const moe::cpu::RowOpsTable& moe::cpu::function() {                                                                \
+    static constexpr RowOpsTable kTable{level::table<float, float>(),          level::table<float, double>(),        \
+                                        level::table<double, double>(),        level::table<c10::BFloat16, float>(), \
+                                        level::table<c10::BFloat16, double>(), level::table<c10::Half, float>(),     \
+                                        level::table<c10::Half, double>()};                                          \
+    return kTable;                                                                                                   \
   }

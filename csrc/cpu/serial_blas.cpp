@@ -1,5 +1,7 @@
 #include "serial_blas.h"
 
+#include <ATen/Parallel.h>
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -10,9 +12,10 @@ extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
 namespace moe::cpu {
 
 // Both settings belong to the calling thread alone: other threads of the process keep theirs.
-SerialBlas::SerialBlas() : openmp_threads_(0), mkl_threads_(0) {
+// at::get_num_threads first: a thread's first parallel loop in torch sets the thread count of OpenMP and MKL, which
+// would undo ours in the middle of a task.
+SerialBlas::SerialBlas() : openmp_threads_(at::get_num_threads()), mkl_threads_(0) {
 #ifdef _OPENMP
-  openmp_threads_ = omp_get_max_threads();
   omp_set_num_threads(1);
 #endif
   if (MKL_Set_Num_Threads_Local != nullptr) {

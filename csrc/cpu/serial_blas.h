@@ -1,7 +1,7 @@
 // Keeps the matrix products that a task calls on the task's own thread.
 //
-// A BLAS splits a product by the number of threads that it may use, and with it the order of the sums: the same product has
-// other bits on 1, 2 and 4 threads (measured for float32, float64 and bfloat16). Tasks of a fixed size, each with a
+// A BLAS splits a product by the number of threads that it may use, and with it the order of the sums: the same product
+// has other bits on 1, 2 and 4 threads (measured for float32, float64 and bfloat16). Tasks of a fixed size, each with a
 // one-threaded product, give the same bits for any number of threads, and small groups keep every core busy besides.
 #pragma once
 

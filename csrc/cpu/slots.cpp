@@ -22,13 +22,12 @@ int64_t first_bad(const Index* values, int64_t count, const Bad& bad) {
 }
 
 template <typename Index>
-void check_range(
-    const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
+void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
   const Index* values = index.const_data_ptr<Index>();
   const int64_t bad = first_bad(values, index.numel(), [=](Index v) { return (v < low) | (v >= high); });
   TORCH_CHECK_INDEX(
-      bad == index.numel(),
-      "moe::", check.op(), ": ", arg, " must be in [", low, ", ", high, "), got ", values[bad], " at position ", bad);
+      bad == index.numel(), "moe::", check.op(), ": ", arg, " must be in [", low, ", ", high, "), got ", values[bad],
+      " at position ", bad);
 }
 
 template <typename Id>
@@ -39,7 +38,8 @@ void stable_rows_impl(const Id* ids, int64_t count, int32_t* row_of_slot) {
   const auto [lowest, highest] = std::minmax_element(ids, ids + count);
   const Id low = *lowest;
   // Unsigned, since the span of two int64 may not fit an int64.
-  const uint64_t span = static_cast<uint64_t>(static_cast<int64_t>(*highest)) - static_cast<uint64_t>(static_cast<int64_t>(low));
+  const uint64_t span =
+      static_cast<uint64_t>(static_cast<int64_t>(*highest)) - static_cast<uint64_t>(static_cast<int64_t>(low));
   if (span <= 4 * static_cast<uint64_t>(count) + 1024) {
     std::vector<int32_t> next_row(span + 2, 0);
     for (int64_t i = 0; i < count; ++i) {
@@ -61,8 +61,7 @@ void stable_rows_impl(const Id* ids, int64_t count, int32_t* row_of_slot) {
 
 } // namespace
 
-Tensor checked_index(
-    const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
+Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
   const Tensor dense = index.contiguous();
   high = std::min(high, int64_t{1} << 31); // what an int32 can name
   if (dense.scalar_type() == at::kInt) {
@@ -78,8 +77,8 @@ void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* a
   const int64_t* values = dense.const_data_ptr<int64_t>();
   const int64_t bad = first_bad(values, dense.numel(), [](int64_t v) { return v < 0; });
   TORCH_CHECK_INDEX(
-      bad == dense.numel(),
-      "moe::", check.op(), ": ", arg, " must be at least 0, got ", values[bad], " at position ", bad);
+      bad == dense.numel(), "moe::", check.op(), ": ", arg, " must be at least 0, got ", values[bad], " at position ",
+      bad);
 }
 
 void stable_rows(const Tensor& expert_ids, int32_t* row_of_slot) {
@@ -101,9 +100,8 @@ Tensor slot_of_row(const ArgChecks& check, const char* arg, const Tensor& row_of
     }
     int32_t& owner = slot[row[i]];
     TORCH_CHECK_INDEX(
-        owner == kNoRow,
-        "moe::", check.op(), ": ", arg, " must name each row at most once, got row ", row[i], " at positions ", owner,
-        " and ", i);
+        owner == kNoRow, "moe::", check.op(), ": ", arg, " must name each row at most once, got row ", row[i],
+        " at positions ", owner, " and ", i);
     owner = static_cast<int32_t>(i);
   }
   return slots;

@@ -9,8 +9,8 @@ namespace moe::cpu {
 
 constexpr int32_t kNoRow = -1;
 
-// `index` as a contiguous int32 tensor, each value in [low, high); an IndexError names the first that is not, its position
-// and the range. A copy is made only where dtype or strides ask for it.
+// `index` as a contiguous int32 tensor, each value in [low, high); an IndexError names the first that is not, its
+// position and the range. A copy is made only where dtype or strides ask for it.
 Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
 
 // Raises for the first id below zero.
@@ -20,8 +20,8 @@ void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* a
 // Linear in the number of slots where the ids span a range not much larger than it, else n log n.
 void stable_rows(const Tensor& expert_ids, int32_t* row_of_slot);
 
-// The slot that names each of `num_rows` rows, kNoRow for a row that no slot names. Slots without a row, or with one past the
-// end, are left out. IndexError if two slots name the same row.
+// The slot that names each of `num_rows` rows, kNoRow for a row that no slot names. Slots without a row, or with one
+// past the end, are left out. IndexError if two slots name the same row.
 Tensor slot_of_row(const ArgChecks& check, const char* arg, const Tensor& row_of_slot, int64_t num_rows);
 
 } // namespace moe::cpu

@@ -15,8 +15,7 @@ Tensor finalize_routing_v2_meta(
     const OptionalTensor& scales,
     const OptionalTensor& expert_idx,
     int64_t drop_pad_mode) {
-  return finalize_routing_v2_output(
-      expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx, drop_pad_mode);
+  return finalize_routing_v2_output(expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx, drop_pad_mode);
 }
 
 std::tuple<Tensor, Tensor> finalize_routing_v2_grad_meta(

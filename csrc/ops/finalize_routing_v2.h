@@ -65,8 +65,7 @@ inline Tensor finalize_routing_v2_output(
   check.integer_beside(expanded_row_idx, "expanded_row_idx", expanded_x, "expanded_x");
   const SymInt slots = expanded_row_idx.sym_numel();
   check.slot_count(slots, "expanded_row_idx");
-  const SymInt top_k =
-      check_finalize_terms(check, expanded_x, "expanded_x", slots, scales, bias, expert_idx);
+  const SymInt top_k = check_finalize_terms(check, expanded_x, "expanded_x", slots, scales, bias, expert_idx);
   if (drop_pad) {
     check.slot_count(expanded_x.sym_size(0) * expanded_x.sym_size(1), "expanded_x, counted in rows,");
     if (given(bias)) {
@@ -101,10 +100,7 @@ struct FinalizeRoutingV2GradOptions {
 };
 
 inline SymSizes finalize_grad_shape(
-    const ArgChecks& check,
-    const FinalizeRoutingV2GradOptions& options,
-    const SymInt& slots,
-    const SymInt& hidden) {
+    const ArgChecks& check, const FinalizeRoutingV2GradOptions& options, const SymInt& slots, const SymInt& hidden) {
   check.one_of(options.drop_pad_mode, "drop_pad_mode", {0, 1});
   check.at_least(options.active_num, "active_num", 0);
   if (!options.drop_pad()) {
@@ -145,9 +141,9 @@ inline std::tuple<Tensor, Tensor> finalize_routing_v2_grad_outputs(
     check.shape(*expanded_x, "expanded_x", expanded);
   }
   return {
-      at::empty_symint(expanded, grad_y.options()),
-      given(scales) ? at::empty_symint(scales->sym_sizes(), scales->options())
-                    : at::empty_symint({0}, grad_y.options())};
+      at::empty_symint(expanded, grad_y.options()), given(scales)
+                                                        ? at::empty_symint(scales->sym_sizes(), scales->options())
+                                                        : at::empty_symint({0}, grad_y.options())};
 }
 
 } // namespace moe

@@ -18,11 +18,7 @@ inline void check_group_list(
 }
 
 inline Tensor grouped_matmul_output(
-    const Tensor& x,
-    const Tensor& weight,
-    const Tensor& group_list,
-    bool trans_weight,
-    int64_t group_list_type) {
+    const Tensor& x, const Tensor& weight, const Tensor& group_list, bool trans_weight, int64_t group_list_type) {
   constexpr ArgChecks check("grouped_matmul");
   check.rank(x, "x", 2);
   check.floating(x, "x");
@@ -35,11 +31,7 @@ inline Tensor grouped_matmul_output(
 }
 
 inline Tensor grouped_matmul_weight_grad_output(
-    const Tensor& x,
-    const Tensor& grad_y,
-    const Tensor& group_list,
-    bool trans_weight,
-    int64_t group_list_type) {
+    const Tensor& x, const Tensor& grad_y, const Tensor& group_list, bool trans_weight, int64_t group_list_type) {
   constexpr ArgChecks check("grouped_matmul_weight_grad");
   check.rank(x, "x", 2);
   check.floating(x, "x");

@@ -1,8 +1,8 @@
 // init_routing_v2 and init_routing_v2_grad: argument checks and outputs, the same on every device.
 //
-//   drop_pad_mode 0 (dropless): the rows of x sorted by expert id (stable), M = min(active_num, n) of them if active_num > 0.
-//   drop_pad_mode 1 (drop/pad): expanded_x (E, C, H); the first C slots of each expert, in slot order, the rest is zero.
-//   expanded_row_idx[t * K + k] = row of the slot, int32; -1 for a slot dropped in mode 1.
+//   drop_pad_mode 0 (dropless): the rows of x sorted by expert id (stable), M = min(active_num, n) of them if
+//   active_num > 0. drop_pad_mode 1 (drop/pad): expanded_x (E, C, H); the first C slots of each expert, in slot order,
+//   the rest is zero. expanded_row_idx[t * K + k] = row of the slot, int32; -1 for a slot dropped in mode 1.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -52,9 +52,7 @@ inline void check_expert_capacity(const ArgChecks& check, const InitRoutingV2Opt
 }
 
 inline InitRoutingV2Outputs init_routing_v2_outputs(
-    const Tensor& x,
-    const Tensor& expert_idx,
-    const InitRoutingV2Options& options) {
+    const Tensor& x, const Tensor& expert_idx, const InitRoutingV2Options& options) {
   constexpr ArgChecks check("init_routing_v2");
   check.rank(x, "x", 2);
   check.floating(x, "x");
@@ -84,10 +82,8 @@ inline InitRoutingV2Outputs init_routing_v2_outputs(
     return at::empty_symint({wanted ? options.expert_num : SymInt(0)}, int_options);
   };
   return {
-      at::empty_symint(expanded, x.options()),
-      at::empty_symint({slots}, int_options),
-      per_expert(options.wants_counts()),
-      per_expert(options.wants_before_capacity())};
+      at::empty_symint(expanded, x.options()), at::empty_symint({slots}, int_options),
+      per_expert(options.wants_counts()), per_expert(options.wants_before_capacity())};
 }
 
 inline Tensor init_routing_v2_grad_output(

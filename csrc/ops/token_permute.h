@@ -22,10 +22,7 @@ inline SymInt rows_kept(const SymInt& slots, const std::optional<SymInt>& num_ou
 }
 
 inline std::tuple<Tensor, Tensor> token_permute_outputs(
-    const Tensor& tokens,
-    const Tensor& indices,
-    const std::optional<SymInt>& num_out_tokens,
-    bool padded_mode) {
+    const Tensor& tokens, const Tensor& indices, const std::optional<SymInt>& num_out_tokens, bool padded_mode) {
   constexpr ArgChecks check("token_permute");
   check.is_false(padded_mode, "padded_mode");
   check.min_rank(tokens, "tokens", 2);
@@ -43,10 +40,7 @@ inline std::tuple<Tensor, Tensor> token_permute_outputs(
 }
 
 inline Tensor token_permute_grad_output(
-    const Tensor& permuted_output_grad,
-    const Tensor& sorted_indices,
-    const SymInt& num_topk,
-    bool padded_mode) {
+    const Tensor& permuted_output_grad, const Tensor& sorted_indices, const SymInt& num_topk, bool padded_mode) {
   constexpr ArgChecks check("token_permute_grad");
   check.is_false(padded_mode, "padded_mode");
   check.min_rank(permuted_output_grad, "permuted_output_grad", 2);

@@ -1,8 +1,8 @@
 // token_unpermute and token_unpermute_grad: argument checks and outputs, the same on every device.
 //
-//   output[t] = sum over k of probs[t, k] * permuted_tokens[sorted_indices[t * K + k]], K = 1 without probs. A row of -1 or
-//   past the rows that are there (cut off by num_out_tokens) contributes nothing; so does a slot whose prob is exactly 0.
-//   permuted_tokens_grad[row] = probs * output_grad[t]; probs_grad[t, k] = <row, output_grad[t]>.
+//   output[t] = sum over k of probs[t, k] * permuted_tokens[sorted_indices[t * K + k]], K = 1 without probs. A row of
+//   -1 or past the rows that are there (cut off by num_out_tokens) contributes nothing; so does a slot whose prob is
+//   exactly 0. permuted_tokens_grad[row] = probs * output_grad[t]; probs_grad[t, k] = <row, output_grad[t]>.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -39,10 +39,7 @@ inline SymInt check_unpermute_inputs(
 }
 
 inline Tensor token_unpermute_output(
-    const Tensor& permuted_tokens,
-    const Tensor& sorted_indices,
-    const OptionalTensor& probs,
-    bool padded_mode) {
+    const Tensor& permuted_tokens, const Tensor& sorted_indices, const OptionalTensor& probs, bool padded_mode) {
   constexpr ArgChecks check("token_unpermute");
   const SymInt tokens = check_unpermute_inputs(check, permuted_tokens, sorted_indices, probs, padded_mode);
   return at::empty_symint(with_rows(permuted_tokens, tokens), permuted_tokens.options());

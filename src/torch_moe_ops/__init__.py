@@ -1,7 +1,8 @@
 """The fused mixture-of-experts operators of Ascend's CANN for PyTorch.
 
-Importing the package registers ``torch.ops.moe.*``. Each operator also has a typed function here; ``torch_moe_ops.nn`` holds a layer
-built from them, ``torch_moe_ops.reference`` their slow definitions. ``python -m torch_moe_ops.info`` tells what is usable here.
+Importing the package registers ``torch.ops.moe.*``. Each operator also has a typed function here;
+``torch_moe_ops.nn`` holds a layer built from them, ``torch_moe_ops.reference`` their slow
+definitions. ``python -m torch_moe_ops.info`` tells what is usable on this machine.
 """
 
 from importlib.metadata import PackageNotFoundError, version

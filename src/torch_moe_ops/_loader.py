@@ -17,8 +17,8 @@ def _built_for() -> str:
         from torch_moe_ops._build_info import TORCH_VERSION
     except ImportError as error:
         raise ImportError(
-            f"torch_moe_ops at {Path(__file__).parent} has not been built: its library _C is missing. "
-            f"Build it with: {_REBUILD}"
+            f"torch_moe_ops at {Path(__file__).parent} has not been built: its library _C is "
+            f"missing. Build it with: {_REBUILD}"
         ) from error
     return TORCH_VERSION
 

@@ -28,8 +28,7 @@ Tensor finalize_routing_v2(
     const OptionalTensor& scales,
     const OptionalTensor& expert_idx,
     int64_t drop_pad_mode) {
-  Tensor y = finalize_routing_v2_output(
-      expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx, drop_pad_mode);
+  Tensor y = finalize_routing_v2_output(expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx, drop_pad_mode);
   constexpr ArgChecks check("finalize_routing_v2");
   const bool drop_pad = drop_pad_mode % 2 == 1;
   const int64_t past_the_end = drop_pad ? expanded_x.size(0) * expanded_x.size(1) : expanded_row_idx.numel();
@@ -63,8 +62,7 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
       {drop_pad_mode, active_num, expert_num, expert_capacity});
   constexpr ArgChecks check("finalize_routing_v2_grad");
   const bool drop_pad = drop_pad_mode == 1;
-  const int64_t past_the_end =
-      drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
+  const int64_t past_the_end = drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
   ScatterArgs args;
   args.grad = grad_y;
   args.row_of_slot = checked_index(check, expanded_row_idx, "expanded_row_idx", drop_pad ? kNoRow : 0, past_the_end);

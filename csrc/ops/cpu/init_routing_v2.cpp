@@ -47,8 +47,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> init_routing_v2(
     int64_t drop_pad_mode,
     int64_t count_or_cumsum_flag,
     bool before_capacity_flag) {
-  const InitRoutingV2Options options{
-      active_num, expert_capacity, expert_num, drop_pad_mode, count_or_cumsum_flag, before_capacity_flag};
+  const InitRoutingV2Options options{active_num,    expert_capacity,      expert_num,
+                                     drop_pad_mode, count_or_cumsum_flag, before_capacity_flag};
   InitRoutingV2Outputs out = init_routing_v2_outputs(x, expert_idx, options);
   constexpr ArgChecks check("init_routing_v2");
   const int64_t experts = expert_num.expect_int();
@@ -91,8 +91,7 @@ Tensor init_routing_v2_grad(
   Tensor grad = init_routing_v2_grad_output(grad_expanded_x, expanded_row_idx, top_k, drop_pad_mode, active_num);
   constexpr ArgChecks check("init_routing_v2_grad");
   const bool drop_pad = drop_pad_mode == 1;
-  const int64_t past_the_end =
-      drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
+  const int64_t past_the_end = drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
   CombineArgs args;
   args.rows = grad_expanded_x;
   args.row_of_slot = checked_index(check, expanded_row_idx, "expanded_row_idx", drop_pad ? kNoRow : 0, past_the_end);

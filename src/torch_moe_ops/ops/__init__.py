@@ -1,7 +1,8 @@
 """The operators, one module each: public function, gradient formulas, autocast rule.
 
-Dimension letters, in docstrings and at the end of local tensor names: T tokens, K choices per token, n = T·K slots (slot ``i = t * K + k``),
-E experts, C capacity, M rows of a permuted tensor, H hidden size.
+Dimension letters, in docstrings and at the end of local tensor names: T tokens, K choices per
+token, n = T·K slots (slot ``i = t * K + k``), E experts, C capacity, M rows of a permuted tensor,
+H hidden size.
 """
 
 from torch_moe_ops.ops.finalize_routing_v2 import finalize_routing_v2, finalize_routing_v2_grad

@@ -1,7 +1,7 @@
 """How the Python half of an operator is registered: autograd formulas and autocast rules.
 
-Schemas, shape functions and kernels are C++ (csrc/ops). Formulas are written here, in terms of our own operators, so that
-torch.compile sees through them and second derivatives follow by themselves.
+Schemas, shape functions and kernels are C++ (csrc/ops). Formulas are Python, in terms of our own
+operators, so that torch.compile sees through them and second derivatives follow by themselves.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def needs_grad(ctx: Any, num_inputs: int) -> tuple[bool, ...]:
 def register_matmul_autocast(op: str, num_tensors: int) -> None:
     """Makes ``moe::<op>`` follow torch.matmul under autocast.
 
-    The first ``num_tensors`` arguments, if floating and not float64, are cast to the autocast dtype. (torch's own
-    register_autocast takes one fixed dtype and no keyword arguments.)
+    The first ``num_tensors`` arguments, if floating and not float64, are cast to the autocast
+    dtype. (torch's own register_autocast takes one fixed dtype and no keyword arguments.)
     """
     overload = getattr(torch.ops.moe, op).default
 

@@ -1,4 +1,4 @@
-"""Combines expert rows, skips and expert biases per token: ``finalize_routing_v2`` and its gradient."""
+"""Combines expert rows, skips and biases per token: ``finalize_routing_v2`` and its gradient."""
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ def _bias_grad(
 ) -> Tensor:
     """The gradient of the bias, which CANN's grad operator does not make.
 
-    ``bias_grad[e]`` is the sum of ``weights[t, k] * grad_y[t]`` over the slots of expert e that have a row. One product with
-    the (T, E) table of summed weights: no intermediate of T·K rows, deterministic, differentiable through our operators.
+    ``bias_grad[e]`` is the sum of ``weights[t, k] * grad_y[t]`` over the slots of expert e that
+    have a row. One product with the (T, E) table of summed weights: no intermediate of T·K rows,
+    deterministic, differentiable through our operators.
     """
     num_tokens = expert_idx.shape[0]
     sums_dtype = torch.promote_types(torch.float32, grad_y.dtype)
@@ -189,7 +190,9 @@ def _bias_grad(
     kept = torch.where(has_row, kept, 0.0)
     table_TE = kept.new_zeros(num_tokens, bias.shape[0]).scatter_add(1, expert_idx.long(), kept)
     all_tokens = torch.full((1,), num_tokens, dtype=torch.int64, device=grad_y.device)
-    bias_grad = torch.ops.moe.grouped_matmul_weight_grad(table_TE, grad_y.to(sums_dtype), all_tokens)
+    bias_grad = torch.ops.moe.grouped_matmul_weight_grad(
+        table_TE, grad_y.to(sums_dtype), all_tokens
+    )
     return bias_grad.squeeze(0).to(bias.dtype)
 
 
@@ -253,7 +256,7 @@ def _setup_finalize_grad(
 def _finalize_grad_backward(
     ctx: Any, rows_cotangent: Tensor, scales_cotangent: Tensor
 ) -> tuple[Any, ...]:
-    # rows_grad = s g is linear in s and g; scales_grad = <row + bias, g> is linear in row + bias and g.
+    # rows_grad = s g is linear in s and g; scales_grad = <row + bias, g> in row, bias and g.
     grad_y, row_of_slot, rows, scales, expert_idx, bias = ctx.saved_tensors
     ops = torch.ops.moe
     forward_mode = {"drop_pad_mode": ctx.modes["drop_pad_mode"] + 2}

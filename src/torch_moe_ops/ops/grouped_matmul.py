@@ -156,7 +156,7 @@ def _matmul_backward(ctx: Any, y_grad: Tensor) -> tuple[Any, ...]:
 
 
 def _weight_grad_backward(ctx: Any, weight_cotangent: Tensor) -> tuple[Any, ...]:
-    # The weight gradient is bilinear: x^T g. Its adjoints are g u^T and x u, products like the forward's.
+    # x^T g is bilinear. Its adjoints g u^T and x u are products like the forward's.
     x, y_grad, group_list = ctx.saved_tensors
     needs_x, needs_y_grad, _ = needs_grad(ctx, 3)
     x_adjoint = y_grad_adjoint = None

@@ -1,4 +1,4 @@
-"""Expands tokens to the rows of their experts, with or without a capacity: ``init_routing_v2`` and its gradient."""
+"""Expands tokens to the rows of their experts: ``init_routing_v2`` and its gradient."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def _setup_init_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _init_grad_backward(ctx: Any, x_cotangent: Tensor) -> tuple[Any, ...]:
-    # The adjoint of a sum of rows copies the cotangent to each of them: finalize's gradient with all scales one.
+    # The adjoint of a sum of rows copies the cotangent to each of them: finalize's gradient with
+    # all scales one.
     rows_grad, row_of_slot = ctx.saved_tensors
     ones = x_cotangent.new_ones((x_cotangent.shape[0], ctx.top_k))
     drop_pad = ctx.drop_pad_mode == 1

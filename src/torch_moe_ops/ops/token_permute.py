@@ -123,7 +123,8 @@ def _setup_permute_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _permute_grad_backward(ctx: Any, tokens_cotangent: Tensor) -> tuple[Any, ...]:
-    # The adjoint of a sum of rows copies the cotangent to each of them: unpermute's gradient with all weights one.
+    # The adjoint of a sum of rows copies the cotangent to each of them: unpermute's gradient with
+    # all weights one.
     rows_grad, sorted_indices = ctx.saved_tensors
     ones = tokens_cotangent.new_ones((tokens_cotangent.shape[0], ctx.num_topk))
     rows_cotangent, _ = torch.ops.moe.token_unpermute_grad(

@@ -137,9 +137,7 @@ def _unpermute_backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _setup_unpermute_grad(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-) -> None:
+def _setup_unpermute_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows, output_grad, sorted_indices, probs, *_ = inputs
     ctx.save_for_backward(rows, output_grad, sorted_indices, probs)
 
