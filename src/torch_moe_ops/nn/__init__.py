@@ -1,0 +1,33 @@
+"""Mixture-of-experts layers made of the public operators and plain torch.
+
+Nothing in here has a kernel of its own: :class:`MoE` is the shortest way to use the operators, and
+an example of how to put them together.
+
+Dimension letters. A local tensor name ends in the letters of its shape, a public name does not:
+
+    ====  =============================================================================
+    T     tokens: all leading dimensions of the input, flattened
+    K     choices per token (top-k)
+    E     experts
+    C     capacity: the rows that one expert takes at most
+    M     rows that the experts work on: T * K, or E * C with a capacity
+    H     hidden size
+    I     intermediate size of an expert
+    ====  =============================================================================
+"""
+
+from .experts import GroupedSwiGLU, SwiGLU
+from .losses import load_balancing_loss, router_z_loss
+from .moe import MoE, MoEOutput
+from .router import RouterOutput, TopKRouter
+
+__all__ = [
+    "GroupedSwiGLU",
+    "MoE",
+    "MoEOutput",
+    "RouterOutput",
+    "SwiGLU",
+    "TopKRouter",
+    "load_balancing_loss",
+    "router_z_loss",
+]

@@ -1,0 +1,175 @@
+"""Importing the package: from where, how often, against which torch. One process for each case."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_moe_ops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(torch_moe_ops.__file__).parent
+
+
+def run(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `code` with `path` (or the package under test) in front of the module path."""
+    env = {**os.environ, "PYTHONPATH": str(path or PACKAGE.parent), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A second copy of the built package; returns the folder to put on the path."""
+    shutil.copytree(PACKAGE, tmp_path / "torch_moe_ops", ignore=shutil.ignore_patterns("*.pyc"))
+    return tmp_path
+
+
+def last_line(result: subprocess.CompletedProcess) -> str:
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_source_tree_does_not_shadow_the_installed_package() -> None:
+    result = run("import torch_moe_ops; print(torch_moe_ops.__file__)")
+    assert result.stdout.strip() == torch_moe_ops.__file__, result.stderr
+    assert not (ROOT / "torch_moe_ops").exists()
+
+
+def test_import_touches_no_npu_package(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise SystemExit('torch_npu was imported')")
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    result = run("import torch_moe_ops, sys; print('torch_npu' in sys.modules)", PYTHONPATH=path)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+@pytest.mark.parametrize("first", ["torch", "torch_moe_ops"])
+def test_import_order_does_not_matter(first: str) -> None:
+    result = run(f"import {first}, torch_moe_ops, torch; print(torch.ops.moe.token_permute)")
+    assert "moe.token_permute" in result.stdout, result.stderr
+
+
+def test_reload_and_loading_the_library_again() -> None:
+    result = run(
+        "import importlib, torch, torch_moe_ops\n"
+        "importlib.reload(torch_moe_ops)\n"
+        "torch.ops.load_library(torch_moe_ops._C.__file__)\n"
+        "rows, _ = torch_moe_ops.token_permute(torch.ones(2, 3), torch.tensor([1, 0]))\n"
+        "print(rows.sum().item())"
+    )
+    assert result.stdout.strip() == "6.0", result.stderr
+
+
+def test_second_copy_is_refused_by_name(copy: Path) -> None:
+    result = run(
+        "import sys, torch_moe_ops\n"
+        "for name in [n for n in sys.modules if n.startswith('torch_moe_ops')]:\n"
+        "    del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(copy)!r})\n"
+        "import torch_moe_ops"
+    )
+    assert result.returncode == 1, result.stderr  # an error, not an abort
+    message = last_line(result)
+    assert message.startswith("ImportError: the moe operators are registered already by ")
+    assert str(copy) in message
+    assert str(PACKAGE) in message
+
+
+def test_library_of_a_second_copy_loads_without_harm(copy: Path) -> None:
+    library = Path(torch_moe_ops._C.__file__).name
+    result = run(
+        "import torch, torch_moe_ops\n"
+        f"torch.ops.load_library({str(copy / 'torch_moe_ops' / library)!r})\n"
+        "print(torch_moe_ops.token_permute(torch.ones(1, 2), torch.tensor([0]))[0].tolist())"
+    )
+    assert result.stdout.strip() == "[[1.0, 1.0]]", result.stderr
+
+
+def test_other_torch_version_is_named_before_the_library_is_loaded(copy: Path) -> None:
+    (copy / "torch_moe_ops" / "_build_info.py").write_text(
+        'TORCH_VERSION = "2.12.1+cpu"\nCXX_FLAGS = ""\n'
+    )
+    # A library that cannot be loaded at all: only a check that comes first can give the message.
+    (copy / "torch_moe_ops" / Path(torch_moe_ops._C.__file__).name).write_bytes(b"not a library")
+    message = last_line(run("import torch_moe_ops", copy))
+    assert message.startswith("ImportError: torch_moe_ops was built for torch 2.12.1+cpu, this is ")
+    assert "pip install --no-build-isolation" in message
+
+
+def test_missing_library_says_how_to_build(copy: Path) -> None:
+    for built in [*(copy / "torch_moe_ops").glob("_C.*"), copy / "torch_moe_ops/_build_info.py"]:
+        built.unlink()
+    message = last_line(run("import torch_moe_ops", copy))
+    assert "has not been built" in message
+    assert "pip install --no-build-isolation" in message
+
+
+def test_build_without_torch_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch in this environment')")
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert "pip install --no-build-isolation ." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_info_lists_every_operator() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch_moe_ops.info"],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    for name in torch_moe_ops.ops.__all__:
+        (row,) = [line for line in result.stdout.splitlines() if line.split()[:1] == [name]]
+        assert row.split()[1:3] == ["yes", "yes"]
+
+
+HASH_RESULTS = """
+import hashlib, torch, torch_moe_ops as m
+digest = hashlib.sha256()
+for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(19, 133, generator=generator).to(dtype)
+    ids = torch.randint(0, 5, (19, 3), generator=generator)
+    for probs_dtype in (dtype, torch.float32, torch.float64):
+        probs = torch.randn(19, 3, generator=generator).to(probs_dtype)
+        rows, row_of_slot = m.token_permute(x, ids)
+        outputs = [rows, m.token_unpermute(rows, row_of_slot, probs)]
+        outputs += m.token_unpermute_grad(rows, x, row_of_slot, probs)
+        outputs += [m.token_permute_grad(rows, row_of_slot, 3)]
+        bias = torch.randn(5, 133, generator=generator).to(dtype)
+        y = m.finalize_routing_v2(rows, row_of_slot, x, x, bias, probs, ids, drop_pad_mode=2)
+        outputs += [y]
+        outputs += m.finalize_routing_v2_grad(x, row_of_slot, rows, probs, ids, bias)
+        for tensor in outputs:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+print(m._C.cpu_capability(), digest.hexdigest())
+"""
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    plain = run(HASH_RESULTS, MOE_OPS_CPU_CAPABILITY="default")
+    level, expected = plain.stdout.split()
+    assert level == "default"
+    best, digest = run(HASH_RESULTS).stdout.split()
+    assert digest == expected, best
+    if best == "avx512":
+        level, digest = run(HASH_RESULTS, MOE_OPS_CPU_CAPABILITY="avx2").stdout.split()
+        assert (level, digest) == ("avx2", expected)
+
+
+def test_unknown_instruction_set_is_refused() -> None:
+    result = run(HASH_RESULTS, MOE_OPS_CPU_CAPABILITY="sse9")
+    assert "ValueError: MOE_OPS_CPU_CAPABILITY must be default, avx2 or avx512" in result.stderr
