@@ -25,7 +25,7 @@ $(VENV)/.requirements: requirements/build.txt requirements/dev.txt
 	touch $@
 
 $(VENV)/.build: $(VENV)/.requirements $(SOURCES)
-	MOE_OPS_WERROR=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 

@@ -51,9 +51,6 @@ MOE_SCHEMAS(m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build facts of torch_moe_ops. The operators are in torch.ops.moe.";
   m.def(
-      "is_first_copy", &moe::is_first_copy,
-      "False if another copy of the library had registered the operators before.");
-  m.def(
       "cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
   m.attr("compiler") = moe::compiler();
   m.attr("cxx_standard") = __cplusplus;

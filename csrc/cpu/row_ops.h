@@ -3,7 +3,7 @@
 //
 // The functions exist once for each instruction set and are chosen at run time (row_ops.cpp). All of them do the same
 // operations in the same order, without fused multiply-add, so that results are the same bits on every machine:
-// dot() sums kDotLanes interleaved partial sums, then the partial sums in order.
+// dot() sums 32 interleaved partial sums, then the partial sums in order.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // Row functions for the instruction set that the compiler assumes by itself: right on every machine.
 #include "row_ops_levels.h"
 
+#define MOE_ROW_OPS_F16_LANES 0 // no instruction that may be assumed
 #define MOE_ROW_OPS_NAMESPACE level_default
 #include "row_ops_impl.h"
 

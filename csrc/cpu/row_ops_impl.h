@@ -5,35 +5,65 @@
 namespace moe::cpu::MOE_ROW_OPS_NAMESPACE {
 
 constexpr int64_t kBlock = 32;
-constexpr int64_t kDotLanes = kBlock;
 
+// kBlock elements of a row in the dtype of the sums: the row itself, or converted into `buffer`.
 template <typename A, typename T>
-inline void load_block(A* block, const T* source) {
+inline const A* load_block(A* buffer, const T* row) {
   for (int64_t i = 0; i < kBlock; ++i) {
-    block[i] = static_cast<A>(source[i]);
+    buffer[i] = static_cast<A>(row[i]);
   }
+  return buffer;
+}
+
+inline const float* load_block(float* /*buffer*/, const float* row) {
+  return row;
+}
+
+inline const double* load_block(double* /*buffer*/, const double* row) {
+  return row;
 }
 
 template <typename T, typename A>
-inline void store_block(T* target, const A* block) {
+inline void store_block(T* row, const A* block) {
   for (int64_t i = 0; i < kBlock; ++i) {
-    target[i] = static_cast<T>(block[i]);
+    row[i] = static_cast<T>(block[i]);
   }
 }
 
-#ifdef MOE_ROW_OPS_HAVE_F16C
 // Compilers turn c10::Half conversions into a long sequence of integer operations; the processor has one instruction.
-inline void load_block(float* block, const c10::Half* source) {
-  for (int64_t i = 0; i < kBlock; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(block + i, _mm256_cvtph_ps(halves));
+// Its width is that of the other loops: a block stored by halves and loaded whole would wait for its stores.
+#if MOE_ROW_OPS_F16_LANES == 16
+// The masked forms are the same instructions; GCC 12 warns of an uninitialized value inside the plain ones.
+constexpr __mmask16 kAllLanes = 0xFFFF;
+
+inline const float* load_block(float* buffer, const c10::Half* row) {
+  for (int64_t i = 0; i < kBlock; i += 16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i));
+    _mm512_storeu_ps(buffer + i, _mm512_maskz_cvtph_ps(kAllLanes, halves));
   }
+  return buffer;
 }
 
-inline void store_block(c10::Half* target, const float* block) {
+inline void store_block(c10::Half* row, const float* block) {
+  for (int64_t i = 0; i < kBlock; i += 16) {
+    const __m512 floats = _mm512_loadu_ps(block + i);
+    const __m256i halves = _mm512_maskz_cvtps_ph(kAllLanes, floats, _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + i), halves);
+  }
+}
+#elif MOE_ROW_OPS_F16_LANES == 8
+inline const float* load_block(float* buffer, const c10::Half* row) {
+  for (int64_t i = 0; i < kBlock; i += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
+    _mm256_storeu_ps(buffer + i, _mm256_cvtph_ps(halves));
+  }
+  return buffer;
+}
+
+inline void store_block(c10::Half* row, const float* block) {
   for (int64_t i = 0; i < kBlock; i += 8) {
     const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(block + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), halves);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), halves);
   }
 }
 #endif
@@ -42,7 +72,11 @@ template <typename T, typename A>
 void set(A* sum, const T* row, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    load_block(sum + i, row + i);
+    A buffer[kBlock];
+    const A* block = load_block(buffer, row + i);
+    for (int64_t j = 0; j < kBlock; ++j) {
+      sum[i + j] = block[j];
+    }
   }
   for (; i < n; ++i) {
     sum[i] = static_cast<A>(row[i]);
@@ -53,8 +87,8 @@ template <typename T, typename A>
 void add(A* sum, const T* row, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    A block[kBlock];
-    load_block(block, row + i);
+    A buffer[kBlock];
+    const A* block = load_block(buffer, row + i);
     for (int64_t j = 0; j < kBlock; ++j) {
       sum[i + j] += block[j];
     }
@@ -68,8 +102,8 @@ template <typename T, typename A>
 void add_scaled(A* sum, const T* row, A weight, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    A block[kBlock];
-    load_block(block, row + i);
+    A buffer[kBlock];
+    const A* block = load_block(buffer, row + i);
     for (int64_t j = 0; j < kBlock; ++j) {
       sum[i + j] += weight * block[j];
     }
@@ -94,12 +128,13 @@ template <typename T, typename A>
 void scale(T* out, const T* row, A weight, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    A block[kBlock];
-    load_block(block, row + i);
+    A buffer[kBlock];
+    const A* block = load_block(buffer, row + i);
+    A scaled[kBlock];
     for (int64_t j = 0; j < kBlock; ++j) {
-      block[j] *= weight;
+      scaled[j] = weight * block[j];
     }
-    store_block(out + i, block);
+    store_block(out + i, scaled);
   }
   for (; i < n; ++i) {
     out[i] = static_cast<T>(weight * static_cast<A>(row[i]));
@@ -108,13 +143,13 @@ void scale(T* out, const T* row, A weight, int64_t n) {
 
 template <typename T, typename A>
 A dot(const T* left, const T* right, int64_t n) {
-  A lanes[kDotLanes] = {};
+  A lanes[kBlock] = {};
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    A left_block[kBlock];
-    A right_block[kBlock];
-    load_block(left_block, left + i);
-    load_block(right_block, right + i);
+    A left_buffer[kBlock];
+    A right_buffer[kBlock];
+    const A* left_block = load_block(left_buffer, left + i);
+    const A* right_block = load_block(right_buffer, right + i);
     for (int64_t j = 0; j < kBlock; ++j) {
       lanes[j] += left_block[j] * right_block[j];
     }

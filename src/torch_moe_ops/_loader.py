@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+_PACKAGE = Path(__file__).parent
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the torch_moe_ops source>"
 
 
@@ -17,7 +18,7 @@ def _built_for() -> str:
         from torch_moe_ops._build_info import TORCH_VERSION
     except ImportError as error:
         raise ImportError(
-            f"torch_moe_ops at {Path(__file__).parent} has not been built: its library _C is "
+            f"torch_moe_ops at {_PACKAGE} has not been built: its library _C is "
             f"missing. Build it with: {_REBUILD}"
         ) from error
     return TORCH_VERSION
@@ -42,10 +43,11 @@ def load_library() -> ModuleType:
             f"Build it again with: {_REBUILD}"
         )
     library = importlib.import_module("torch_moe_ops._C")
-    if not library.is_first_copy():
+    registered_by = Path(torch.ops.moe._library_path())
+    if not registered_by.parent.samefile(_PACKAGE):
         raise ImportError(
-            f"the moe operators are registered already by {torch.ops.moe._library_path()}; "
-            f"{library.__file__} is a second copy of torch_moe_ops. Keep one of them on the path."
+            f"the moe operators are registered already by {registered_by}; the torch_moe_ops at "
+            f"{_PACKAGE} is a second copy. Keep one of them on the path."
         )
-    torch.ops.loaded_libraries.add(library.__file__)
+    torch.ops.loaded_libraries.add(str(registered_by))
     return library
