@@ -1,0 +1,1 @@
+"""The parts of `examples/train_moe_lm.py`."""
