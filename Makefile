@@ -12,7 +12,7 @@ SOURCES := $(shell find csrc src -name '*.cpp' -o -name '*.h' -o -name '*.py' | 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test lint format bench sanitize clean
+.PHONY: help build train test lint format bench bench-full sanitize clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,7 +48,10 @@ format: $(VENV)/.requirements ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-bench: $(VENV)/.build ## Measure every operator against the naive form (ARGS='--full' for all shapes)
+bench: $(VENV)/.build ## Measure every operator against the naive form, short version (3 minutes)
+	$(BIN)/python benchmarks/run.py --quick $(ARGS)
+
+bench-full: $(VENV)/.build ## The same on all shapes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 sanitize: $(VENV)/.requirements ## Run the operator tests under AddressSanitizer and UBSan

@@ -27,11 +27,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+
 from moe_lm import checkpoint, report
 from moe_lm.data import Corpus, bigram_bits_per_byte, load_corpus, unigram_bits_per_byte
 from moe_lm.options import Config, RunOptions, UserError, merge, parse_options
 from moe_lm.training import Trainer
-
 from torch_moe_ops.nn import MoE
 
 DEFAULT_OUT = Path("runs/moe_lm")

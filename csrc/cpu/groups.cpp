@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -30,12 +31,15 @@ void check_totals(const ArgChecks& check, const std::vector<int64_t>& totals) {
   }
 }
 
-// torch multiplies float16 on the CPU 7 to 500 times slower than float32, and bfloat16 on an x86 processor without
-// AVX-512 by a plain loop.
+// Without instructions for it, torch multiplies float16 on the CPU 7 to 500 times slower than float32, and bfloat16 by
+// a plain loop.
 bool multiplies_faster_in_float32(at::ScalarType dtype) {
 #ifdef __x86_64__
   if (dtype == at::kBFloat16) {
     return !__builtin_cpu_supports("avx512bw");
+  }
+  if (dtype == at::kHalf) {
+    return !__builtin_cpu_supports("avx512fp16");
   }
 #endif
   return dtype == at::kHalf;
@@ -82,9 +86,10 @@ std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std:
 
 void serial_matmul(const Tensor& left, const Tensor& right, Tensor& out) {
   const SerialBlas serial;
-  // Threads of a parallel loop do not inherit the caller's dispatch state; autograd has been dealt with above this
-  // kernel.
+  // Threads of a parallel loop do not inherit the caller's dispatch state: autograd and autocast have been dealt with
+  // above this kernel, and must not start again on any of them.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (multiplies_faster_in_float32(out.scalar_type())) {
     out.copy_(at::mm(left.to(at::kFloat), right.to(at::kFloat)));
   } else {

@@ -178,22 +178,24 @@ def _bias_grad(
     """The gradient of the bias, which CANN's grad operator does not make.
 
     ``bias_grad[e]`` is the sum of ``weights[t, k] * grad_y[t]`` over the slots of expert e that
-    have a row. One product with the (T, E) table of summed weights: no intermediate of T·K rows,
-    deterministic, differentiable through our operators.
+    have a row: a grouped product of the slots sorted by expert. Slots without a row form a group of
+    their own that is thrown away, so that not even a NaN in them reaches an expert.
     """
-    num_tokens = expert_idx.shape[0]
+    num_experts = bias.shape[0]
+    ops = torch.ops.moe
     sums_dtype = torch.promote_types(torch.float32, grad_y.dtype)
-    if weights is not None:
-        sums_dtype = torch.promote_types(sums_dtype, weights.dtype)
+    if weights is None:
+        weights = torch.ones(expert_idx.shape, dtype=sums_dtype, device=grad_y.device)
+    sums_dtype = torch.promote_types(sums_dtype, weights.dtype)
     has_row = ((row_of_slot >= 0) & (row_of_slot < num_rows)).view(expert_idx.shape)
-    kept = torch.ones_like(has_row, dtype=sums_dtype) if weights is None else weights.to(sums_dtype)
-    kept = torch.where(has_row, kept, 0.0)
-    table_TE = kept.new_zeros(num_tokens, bias.shape[0]).scatter_add(1, expert_idx.long(), kept)
-    all_tokens = torch.full((1,), num_tokens, dtype=torch.int64, device=grad_y.device)
-    bias_grad = torch.ops.moe.grouped_matmul_weight_grad(
-        table_TE, grad_y.to(sums_dtype), all_tokens
-    )
-    return bias_grad.squeeze(0).to(bias.dtype)
+    groups_TK = torch.where(has_row, expert_idx.long(), num_experts)
+    groups_n = groups_TK.flatten()
+    sorted_weights_n1, _ = ops.token_permute(weights.reshape(-1, 1).to(sums_dtype), groups_n)
+    sorted_grad_nH, _ = ops.token_permute(grad_y.to(sums_dtype), groups_TK)
+    sizes = groups_n.new_zeros(num_experts + 1)
+    sizes = sizes.scatter_add(0, groups_n, torch.ones_like(groups_n))
+    sums_E1H = ops.grouped_matmul_weight_grad(sorted_weights_n1, sorted_grad_nH, sizes)
+    return sums_E1H[:num_experts].squeeze(1).to(bias.dtype)
 
 
 def _num_rows(expanded_shape: Sequence[int]) -> int:

@@ -37,8 +37,8 @@ def grouped_matmul(
         group_list_type: 1: counts. 0: running totals (the end of each group).
 
     Returns:
-        (M, N), the dtype of ``x``, each element rounded once. On the CPU float16 (and bfloat16 on
-        processors without AVX-512) is multiplied in float32.
+        (M, N), the dtype of ``x``, each element rounded once. Sums are float32 (float64 for
+            float64).
 
     Raises:
         ValueError: Ranks or sizes do not fit; a count is negative, totals fall, or the groups do

@@ -1,0 +1,7 @@
+"""Build facts of the compiled library (csrc/library.cpp)."""
+
+compiler: str
+cxx_standard: int
+openmp: bool
+
+def cpu_capability() -> str: ...

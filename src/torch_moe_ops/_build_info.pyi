@@ -1,0 +1,4 @@
+"""Written by setup.py beside the library."""
+
+TORCH_VERSION: str
+CXX_FLAGS: str
