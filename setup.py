@@ -38,7 +38,8 @@ def sources() -> list[str]:
 
 def compile_flags() -> list[str]:
     """The flags of every C++ file."""
-    flags = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-fopenmp"]
+    # -g0: debug information for torch's headers takes a third of the compile time.
+    flags = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-fopenmp"]
     # The same operations on every processor and compiler: no fused multiply-add behind our back.
     flags.append("-ffp-contract=off")
     if os.environ.get("MOE_OPS_WERROR") == "1":

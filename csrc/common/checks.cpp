@@ -12,16 +12,23 @@ namespace moe {
 // Lazily builds the message, so that the good path pays for the condition alone.
 #define MOE_CHECK_WITH(MACRO, cond, arg, ...) MACRO(cond, "moe::", op_, ": ", arg, " must ", __VA_ARGS__)
 
+void ArgChecks::defined(const Tensor& tensor, const char* arg) const {
+  MOE_CHECK_WITH(TORCH_CHECK_TYPE, tensor.defined(), arg, "be a tensor, got None");
+}
+
 void ArgChecks::rank(const Tensor& tensor, const char* arg, int64_t rank) const {
+  defined(tensor, arg);
   MOE_CHECK_WITH(TORCH_CHECK_VALUE, tensor.dim() == rank, arg, "be ", rank, "-D, got shape ", tensor.sym_sizes());
 }
 
 void ArgChecks::min_rank(const Tensor& tensor, const char* arg, int64_t rank) const {
+  defined(tensor, arg);
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, tensor.dim() >= rank, arg, "be at least ", rank, "-D, got shape ", tensor.sym_sizes());
 }
 
 void ArgChecks::rank_between(const Tensor& tensor, const char* arg, int64_t low, int64_t high) const {
+  defined(tensor, arg);
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, low <= tensor.dim() && tensor.dim() <= high, arg, "be ", low, "-D or ", high, "-D, got shape ",
       tensor.sym_sizes());
@@ -78,7 +85,7 @@ void ArgChecks::one_of(int64_t value, const char* arg, std::initializer_list<int
   MOE_CHECK_WITH(TORCH_CHECK_VALUE, false, arg, "be one of ", at::IntArrayRef(allowed), ", got ", value);
 }
 
-void ArgChecks::at_least(const SymInt& value, const char* arg, int64_t low) const {
+void ArgChecks::at_least(const SymInt& value, const char* arg, const SymInt& low) const {
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, value.sym_ge(low).expect_true(__FILE__, __LINE__), arg, "be at least ", low, ", got ", value);
 }
@@ -122,6 +129,12 @@ void ArgChecks::slot_count(const SymInt& slots, const char* arg) const {
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, slots.sym_le(std::numeric_limits<int32_t>::max()).expect_true(__FILE__, __LINE__), arg,
       "have at most 2147483647 elements, got ", slots);
+}
+
+void ArgChecks::padded_rows(const SymInt& experts, const SymInt& capacity, const char* arg) const {
+  slot_count(experts, arg);
+  slot_count(capacity, arg);
+  slot_count(experts * capacity, arg);
 }
 
 #undef MOE_CHECK_WITH

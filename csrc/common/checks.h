@@ -39,7 +39,7 @@ class ArgChecks {
 
   void is_false(bool value, const char* arg) const;
   void one_of(int64_t value, const char* arg, std::initializer_list<int64_t> allowed) const;
-  void at_least(const SymInt& value, const char* arg, int64_t low) const;
+  void at_least(const SymInt& value, const char* arg, const SymInt& low) const;
   void at_most(const SymInt& value, const char* arg, const SymInt& high, const char* meaning) const;
   void multiple_of(const SymInt& value, const char* arg, const SymInt& divisor, const char* divisor_arg) const;
   // `tensor` has one element for each of the `count` elements of `other_arg`.
@@ -53,8 +53,12 @@ class ArgChecks {
   void integer_beside(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const;
   // The number of slots: it must fit the int32 row maps.
   void slot_count(const SymInt& slots, const char* arg) const;
+  // (experts, capacity, H): each factor and the number of rows must fit int32, so that products cannot overflow.
+  void padded_rows(const SymInt& experts, const SymInt& capacity, const char* arg) const;
 
  private:
+  void defined(const Tensor& tensor, const char* arg) const;
+
   const char* op_;
 };
 

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "serial_blas.h"
 
@@ -56,7 +57,8 @@ std::vector<int64_t> group_offsets(
   if (group_list_type == 1) {
     check_counts(check, given, rows);
     for (size_t g = 0; g < given.size(); ++g) {
-      offsets[g + 1] = offsets[g] + given[g];
+      // Saturates: what overflows int64 is refused below like any other excess.
+      offsets[g + 1] = offsets[g] + std::min(given[g], std::numeric_limits<int64_t>::max() - offsets[g]);
     }
   } else {
     check_totals(check, given);

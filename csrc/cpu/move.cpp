@@ -97,9 +97,10 @@ class Combiner {
     if (skip_zero_weights_ && weight == A(0)) {
       return;
     }
-    ops_.add_scaled(sum, values, weight, n);
     if (bias != nullptr) {
-      ops_.add_scaled(sum, bias, weight, n);
+      ops_.add_scaled_pair(sum, values, bias, weight, n);
+    } else {
+      ops_.add_scaled(sum, values, weight, n);
     }
   }
 
@@ -148,11 +149,11 @@ class Scatterer {
       return A(0);
     }
     ops_.scale(target, grad, weights_[i], row_size_);
-    const A product = ops_.dot(rows_ + row * row_size_, grad, row_size_);
+    const T* values = rows_ + row * row_size_;
     if (bias_ == nullptr) {
-      return product;
+      return ops_.dot(values, grad, row_size_);
     }
-    return product + ops_.dot(bias_ + expert_idx_[i] * row_size_, grad, row_size_);
+    return ops_.dot_pair(values, bias_ + expert_idx_[i] * row_size_, grad, row_size_);
   }
 
  private:

@@ -29,10 +29,11 @@ Level choose_level() {
        row_ops_avx512},
 #endif
   };
-  const char* wanted = std::getenv("MOE_OPS_CPU_CAPABILITY");
+  const char* value = std::getenv("MOE_OPS_CPU_CAPABILITY");
+  const std::string wanted = value == nullptr ? "" : value;
   const Level* chosen = nullptr;
   for (const Level& level : levels) {
-    if (level.supported && (wanted == nullptr || std::string(wanted) == level.name)) {
+    if (level.supported && (wanted.empty() || wanted == level.name)) {
       chosen = &level;
     }
   }

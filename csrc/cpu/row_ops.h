@@ -12,12 +12,14 @@ namespace moe::cpu {
 
 template <typename T, typename A>
 struct RowOps {
-  void (*set)(A* sum, const T* row, int64_t n);                  // sum = row
-  void (*add)(A* sum, const T* row, int64_t n);                  // sum += row
-  void (*add_scaled)(A* sum, const T* row, A weight, int64_t n); // sum += weight * row
-  void (*round)(T* out, const A* sum, int64_t n);                // out = sum
-  void (*scale)(T* out, const T* row, A weight, int64_t n);      // out = weight * row
+  void (*set)(A* sum, const T* row, int64_t n);                                      // sum = row
+  void (*add)(A* sum, const T* row, int64_t n);                                      // sum += row
+  void (*add_scaled)(A* sum, const T* row, A weight, int64_t n);                     // sum += weight * row
+  void (*add_scaled_pair)(A* sum, const T* row, const T* bias, A weight, int64_t n); // sum += weight * (row + bias)
+  void (*round)(T* out, const A* sum, int64_t n);                                    // out = sum
+  void (*scale)(T* out, const T* row, A weight, int64_t n);                          // out = weight * row
   A (*dot)(const T* left, const T* right, int64_t n);
+  A (*dot_pair)(const T* left, const T* bias, const T* right, int64_t n); // <left + bias, right>
 };
 
 // The functions for this machine. MOE_OPS_CPU_CAPABILITY=default|avx2|avx512 forces a lower level.

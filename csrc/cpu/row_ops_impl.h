@@ -114,6 +114,23 @@ void add_scaled(A* sum, const T* row, A weight, int64_t n) {
 }
 
 template <typename T, typename A>
+void add_scaled_pair(A* sum, const T* row, const T* bias, A weight, int64_t n) {
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    A row_buffer[kBlock];
+    A bias_buffer[kBlock];
+    const A* row_block = load_block(row_buffer, row + i);
+    const A* bias_block = load_block(bias_buffer, bias + i);
+    for (int64_t j = 0; j < kBlock; ++j) {
+      sum[i + j] += weight * (row_block[j] + bias_block[j]);
+    }
+  }
+  for (; i < n; ++i) {
+    sum[i] += weight * (static_cast<A>(row[i]) + static_cast<A>(bias[i]));
+  }
+}
+
+template <typename T, typename A>
 void round(T* out, const A* sum, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
@@ -141,6 +158,15 @@ void scale(T* out, const T* row, A weight, int64_t n) {
   }
 }
 
+template <typename A>
+A sum_lanes(const A (&lanes)[kBlock]) {
+  A sum = 0;
+  for (const A lane : lanes) {
+    sum += lane;
+  }
+  return sum;
+}
+
 template <typename T, typename A>
 A dot(const T* left, const T* right, int64_t n) {
   A lanes[kBlock] = {};
@@ -157,16 +183,34 @@ A dot(const T* left, const T* right, int64_t n) {
   for (int64_t j = 0; i < n; ++i, ++j) {
     lanes[j] += static_cast<A>(left[i]) * static_cast<A>(right[i]);
   }
-  A sum = 0;
-  for (const A lane : lanes) {
-    sum += lane;
+  return sum_lanes(lanes);
+}
+
+template <typename T, typename A>
+A dot_pair(const T* left, const T* bias, const T* right, int64_t n) {
+  A lanes[kBlock] = {};
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    A left_buffer[kBlock];
+    A bias_buffer[kBlock];
+    A right_buffer[kBlock];
+    const A* left_block = load_block(left_buffer, left + i);
+    const A* bias_block = load_block(bias_buffer, bias + i);
+    const A* right_block = load_block(right_buffer, right + i);
+    for (int64_t j = 0; j < kBlock; ++j) {
+      lanes[j] += (left_block[j] + bias_block[j]) * right_block[j];
+    }
   }
-  return sum;
+  for (int64_t j = 0; i < n; ++i, ++j) {
+    lanes[j] += (static_cast<A>(left[i]) + static_cast<A>(bias[i])) * static_cast<A>(right[i]);
+  }
+  return sum_lanes(lanes);
 }
 
 template <typename T, typename A>
 constexpr RowOps<T, A> table() {
-  return {set<T, A>, add<T, A>, add_scaled<T, A>, round<T, A>, scale<T, A>, dot<T, A>};
+  return {set<T, A>,   add<T, A>,   add_scaled<T, A>, add_scaled_pair<T, A>,
+          round<T, A>, scale<T, A>, dot<T, A>,        dot_pair<T, A>};
 }
 
 } // namespace moe::cpu::MOE_ROW_OPS_NAMESPACE

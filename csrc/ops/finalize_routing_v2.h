@@ -67,12 +67,12 @@ inline Tensor finalize_routing_v2_output(
   check.slot_count(slots, "expanded_row_idx");
   const SymInt top_k = check_finalize_terms(check, expanded_x, "expanded_x", slots, scales, bias, expert_idx);
   if (drop_pad) {
-    check.slot_count(expanded_x.sym_size(0) * expanded_x.sym_size(1), "expanded_x, counted in rows,");
+    check.padded_rows(expanded_x.sym_size(0), expanded_x.sym_size(1), "expanded_x, counted in rows,");
     if (given(bias)) {
       check.size(*bias, "bias", 0, expanded_x.sym_size(0));
     }
   } else {
-    check.at_least(expanded_x.sym_size(0), "size of expanded_x in dimension 0", slots == 0 ? 0 : 1);
+    check.at_least(expanded_x.sym_size(0), "size of expanded_x in dimension 0", slots.min(1));
     check.at_most(expanded_x.sym_size(0), "size of expanded_x in dimension 0", slots, "the number of slots");
   }
   const SymSizes output = {slots / top_k, expanded_x.sym_size(-1)};
@@ -106,9 +106,9 @@ inline SymSizes finalize_grad_shape(
   if (!options.drop_pad()) {
     return {options.active_num == 0 ? slots : options.active_num.min(slots), hidden};
   }
-  check.at_least(options.expert_num, "expert_num", 1);
-  check.at_least(options.expert_capacity, "expert_capacity", slots == 0 ? 0 : 1);
-  check.slot_count(options.expert_num * options.expert_capacity, "grad_expanded_x, counted in rows,");
+  check.at_least(options.expert_num, "expert_num", 0);
+  check.at_least(options.expert_capacity, "expert_capacity", 0);
+  check.padded_rows(options.expert_num, options.expert_capacity, "grad_expanded_x, counted in rows,");
   return {options.expert_num, options.expert_capacity, hidden};
 }
 

@@ -47,7 +47,7 @@ struct InitRoutingV2Outputs {
 inline void check_expert_capacity(const ArgChecks& check, const InitRoutingV2Options& options, const SymInt& tokens) {
   check.at_least(options.expert_num, "expert_num", 1);
   // Only a batch without tokens can have experts without room: 0 elsewhere is the default that somebody forgot to set.
-  check.at_least(options.expert_capacity, "expert_capacity", tokens == 0 ? 0 : 1);
+  check.at_least(options.expert_capacity, "expert_capacity", tokens.min(1));
   check.at_most(options.expert_capacity, "expert_capacity", tokens, "the number of tokens in x");
 }
 
@@ -72,7 +72,7 @@ inline InitRoutingV2Outputs init_routing_v2_outputs(
   if (options.drop_pad()) {
     check_expert_capacity(check, options, x.sym_size(0));
     expanded = {options.expert_num, options.expert_capacity, x.sym_size(1)};
-    check.slot_count(options.expert_num * options.expert_capacity, "expanded_x, counted in rows,");
+    check.padded_rows(options.expert_num, options.expert_capacity, "expanded_x, counted in rows,");
   } else {
     const bool all = options.active_num == 0;
     expanded = {all ? slots : options.active_num.min(slots), x.sym_size(1)};
@@ -103,7 +103,9 @@ inline Tensor init_routing_v2_grad_output(
   const SymInt slots = expanded_row_idx.sym_numel();
   check.slot_count(slots, "expanded_row_idx");
   check.multiple_of(slots, "number of expanded_row_idx", top_k, "top_k");
-  if (drop_pad_mode == 0) {
+  if (drop_pad_mode == 1) {
+    check.padded_rows(grad_expanded_x.sym_size(0), grad_expanded_x.sym_size(1), "grad_expanded_x, counted in rows,");
+  } else {
     check.size(grad_expanded_x, "grad_expanded_x", 0, active_num == 0 ? slots : active_num.min(slots));
   }
   return at::empty_symint({slots / top_k, grad_expanded_x.sym_size(-1)}, grad_expanded_x.options());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -52,9 +53,16 @@ def versions() -> dict[str, str]:
         "compiler": f"{_C.compiler}, C++ {_C.cxx_standard}",
         "flags": _build_info.CXX_FLAGS,
         "openmp": f"{'yes' if _C.openmp else 'no'}, {torch.get_num_threads()} threads",
-        "cpu kernels": _C.cpu_capability(),
+        "cpu kernels": _cpu_capability(),
         "library": str(_C.__file__),
     }
+
+
+def _cpu_capability() -> str:
+    try:
+        return _C.cpu_capability()
+    except ValueError as error:  # MOE_OPS_CPU_CAPABILITY names a level that is not there
+        return f"unusable: {error}"
 
 
 def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -66,6 +74,7 @@ def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 def main() -> None:
     """Prints versions, environment switches and the table of operators."""
+    argparse.ArgumentParser(prog="python -m torch_moe_ops.info", description=__doc__).parse_args()
     for name, value in versions().items():
         print(f"{name:14}{value}")
     print("\nenvironment switches")

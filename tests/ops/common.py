@@ -7,8 +7,8 @@ for all operators is tested here, once.
 
 from __future__ import annotations
 
-import inspect
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_ops
 from torch_moe_ops import reference
@@ -55,6 +56,34 @@ def assert_refuses(function: Callable[..., Any], sample: Sample, refusal: Refusa
         sample.call(function)
     assert type(caught.value) is refusal.error
     assert str(caught.value) == refusal.text
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "moe":
+            self.names.append(func._schema.name.removeprefix("moe::"))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_in_backward(
+    function: Callable[..., Any], sample: Sample, wanted: Sequence[bool]
+) -> list[str]:
+    """The names of our operators that run in the backward for the wanted gradients."""
+    outputs = sample.leaves(wanted).call(function)
+    total = sum(out.double().sum() for out in outputs if out.requires_grad)
+    with _Recorder() as recorder:
+        total.backward()
+    return recorder.names
 
 
 class OpSuite:
@@ -107,23 +136,12 @@ class OpSuite:
 
     # Interface
 
-    def test_signature(self) -> None:
-        """The Python function, the schema and the definition agree on names, order and defaults."""
-        arguments = getattr(torch.ops.moe, self.op).default._schema.arguments
-        schema = [
-            (
-                argument.name,
-                argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-                argument.kwarg_only,
-            )
-            for argument in arguments
-        ]
-        for function in (self.function, self.definition):
-            parameters = inspect.signature(function).parameters.values()
-            assert [
-                (parameter.name, parameter.default, parameter.kind is parameter.KEYWORD_ONLY)
-                for parameter in parameters
-            ] == schema
+    @pytest.mark.parametrize("key", ["CPU", "Meta", "Autograd"])
+    def test_has_kernel(self, key: str) -> None:
+        """A CPU kernel and a shape function of its own, and a gradient formula."""
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has_kernel(f"moe::{self.op}", key)
+        assert not has_kernel(f"moe::{self.op}", "CompositeImplicitAutograd")
 
     def test_same_on_every_road(self, name: str) -> None:
         sample = self.sample(name)
@@ -352,6 +370,27 @@ class OpSuite:
             assert_refuses(road, refusal.sample().leaves(), refusal)
             with torch.inference_mode():
                 assert_refuses(road, refusal.sample(), refusal)
+
+    def test_none_for_a_tensor(self) -> None:
+        """torch passes None on as an undefined tensor, which no kernel may touch."""
+        sample = self.samples(torch.float32)[0]
+        arguments = getattr(torch.ops.moe, self.op).default._schema.arguments
+        required = [
+            (place, argument.name)
+            for place, argument in enumerate(arguments)
+            if str(argument.type) == "Tensor"
+        ]
+        for place, name in required:
+            args = (*sample.args[:place], None, *sample.args[place + 1 :])
+            for device, road in itertools.product(["cpu", "meta"], roads(self.op).values()):
+                call = Sample("", args, sample.kwargs).map(lambda t, device=device: t.to(device))
+                with pytest.raises(TypeError) as caught:
+                    call.call(road)
+                # The Python functions of grouped_matmul take a sequence of ints too.
+                assert re.fullmatch(
+                    f"moe::{self.op}: {name} must be a tensor( or a sequence of ints)?, got None",
+                    str(caught.value),
+                )
 
     def test_refusal_of_shape_function(self, refusal: Refusal) -> None:
         """Meta tensors meet the same text; what only data can tell passes there."""

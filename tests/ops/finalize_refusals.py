@@ -318,16 +318,36 @@ GRAD = (
         "moe::finalize_routing_v2_grad: active_num must be at least 0, got -1",
     ),
     Refusal(
-        "unknown experts",
-        lambda: grad_call(drop_pad_mode=1, expert_num=0),
+        "negative expert_num",
+        lambda: grad_call(drop_pad_mode=1, expert_num=-1),
         ValueError,
-        "moe::finalize_routing_v2_grad: expert_num must be at least 1, got 0",
+        "moe::finalize_routing_v2_grad: expert_num must be at least 0, got -1",
+    ),
+    Refusal(
+        "negative capacity",
+        lambda: grad_call(drop_pad_mode=1, expert_capacity=-1),
+        ValueError,
+        "moe::finalize_routing_v2_grad: expert_capacity must be at least 0, got -1",
     ),
     Refusal(
         "capacity forgotten",
         lambda: grad_call(drop_pad_mode=1, expert_capacity=0),
         ValueError,
-        "moe::finalize_routing_v2_grad: expert_capacity must be at least 1, got 0",
+        "moe::finalize_routing_v2_grad: expanded_x must have shape [3, 0, 3], got [3, 2, 3]",
+    ),
+    Refusal(
+        "more places than int32 can name",
+        lambda: grad_call(drop_pad_mode=1, expert_num=2**31, expert_capacity=1),
+        ValueError,
+        "moe::finalize_routing_v2_grad: grad_expanded_x, counted in rows, must have at most "
+        "2147483647 elements, got 2147483648",
+    ),
+    Refusal(
+        "more places than int64 can count",
+        lambda: grad_call(drop_pad_mode=1, expert_num=2**40, expert_capacity=2**40),
+        ValueError,
+        "moe::finalize_routing_v2_grad: grad_expanded_x, counted in rows, must have at most "
+        "2147483647 elements, got 1099511627776",
     ),
     Refusal(
         "bias of too many experts",

@@ -8,7 +8,7 @@ import torch
 import torch_moe_ops
 
 from . import finalize_refusals
-from .common import OpSuite
+from .common import OpSuite, operators_in_backward
 from .data import (
     ALL_TO_ONE,
     BIG_CAPACITY,
@@ -83,6 +83,7 @@ def finalize_samples(dtype: torch.dtype) -> list[Sample]:
             (v(4, 2, 3), drop(PLACES, *range(SLOTS))),
             {**everything(), **mode(3)},
         ),
+        Sample("no places", (v(4, 0, 3), drop(PLACES, *range(SLOTS))), {**everything(), **mode(3)}),
         Sample("rows only", (v(SLOTS, 3), ROWS), mode(2)),
         Sample("rows only, k-major places", (v(4, 2, 3), PLACES), mode(1)),
         Sample("skip 1", (v(SLOTS, 3), ROWS, v(SLOTS, 3))),
@@ -194,6 +195,18 @@ class TestFinalizeRoutingV2(OpSuite):
         assert scales.grad.flatten().tolist() == [0, 3]
         assert bias.grad.flatten().tolist() == [0.5]
 
+    def test_no_work_for_frozen_inputs(self) -> None:
+        """The skips get the gradient as it is; the rows and scales come from one operator."""
+        sample = self.samples(torch.float32)[0]
+        names = ["expanded_x", "x1", "x2", "bias", "scales"]
+        for wanted, expected in (
+            ({"x1", "x2"}, []),
+            ({"expanded_x"}, ["finalize_routing_v2_grad"]),
+            ({"expanded_x", "scales", "x1"}, ["finalize_routing_v2_grad"]),
+        ):
+            flags = [name in wanted for name in names]
+            assert operators_in_backward(self.function, sample, flags) == expected
+
     def test_scale_zero_is_a_product_like_any_other(self) -> None:
         """Only token_unpermute skips a weight of 0."""
         rows = torch.tensor([[float("nan")], [3.0]])
@@ -244,6 +257,11 @@ def grad_samples(dtype: torch.dtype) -> list[Sample]:
             "all dropped",
             (v(5, 3), drop(PLACES, *range(SLOTS))),
             {**scaled(4, 2, 3), **biased(), **places},
+        ),
+        Sample(
+            "no places",
+            (v(5, 3), drop(PLACES, *range(SLOTS))),
+            {**scaled(4, 0, 3), **biased(), **places, "expert_capacity": 0},
         ),
         Sample("float32 scales", (v(5, 3), ROWS), scaled(SLOTS, 3, dtype=torch.float32)),
         Sample(

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch_moe_ops
 from torch_moe_ops import reference
 
 from .accuracy import assert_rounded_once, outputs_of
-from .common import OpSuite, Refusal
+from .common import OpSuite, Refusal, operators_in_backward
 from .data import WIDTH, Sample, Values, assert_same_bits
 
 TOTALS = {"group_list_type": 0}
@@ -226,6 +227,33 @@ class TestGroupedMatmul(OpSuite):
         ]
         for result in results:
             assert_same_bits([result], results[:1])
+
+    @pytest.mark.parametrize(
+        ("group_list", "error", "condition"),
+        [
+            ([1.5, 3.5], TypeError, "be int32 or int64, got float32"),
+            (["a", "b"], TypeError, "be a tensor or a sequence of ints, got ['a', 'b']"),
+            ([[2], [3]], ValueError, "be 1-D, got shape [2, 1]"),
+            ([5], ValueError, "have size 2 in dimension 0, got shape [1]"),
+        ],
+    )
+    def test_bad_list(self, group_list: Any, error: type[Exception], condition: str) -> None:
+        x, weight = torch.zeros(5, 3), torch.zeros(2, 3, 4)
+        with pytest.raises(error) as caught:
+            torch_moe_ops.grouped_matmul(x, weight, group_list)
+        assert str(caught.value) == f"moe::grouped_matmul: group_list must {condition}"
+
+    def test_list_goes_to_the_device_of_x(self) -> None:
+        x, weight = torch.empty(5, 3, device="meta"), torch.empty(3, 3, 2, device="meta")
+        assert torch_moe_ops.grouped_matmul(x, weight, [1, 0, 4]).shape == (5, 2)
+
+    def test_no_work_for_frozen_inputs(self) -> None:
+        sample = self.samples(torch.float32)[0]
+        for wanted, expected in (
+            ((True, False), ["grouped_matmul"]),
+            ((False, True), ["grouped_matmul_weight_grad"]),
+        ):
+            assert operators_in_backward(self.function, sample, wanted) == expected
 
     def test_empty_group_ignores_a_bad_weight(self) -> None:
         weight = torch.tensor([[[2.0]], [[float("nan")]], [[3.0]]])

@@ -175,6 +175,20 @@ class TestInitRoutingV2(OpSuite):
             "moe::init_routing_v2: expert_capacity must be at least 1, got 0",
         ),
         Refusal(
+            "more experts than int32 can name",
+            lambda: init_sample(**drop_pad(1, 2**31)),
+            ValueError,
+            "moe::init_routing_v2: expert_num must be at most the largest int32 (2147483647), got "
+            "2147483648",
+        ),
+        Refusal(
+            "more places than int32 can name",
+            lambda: init_sample(**drop_pad(5, 2**30)),
+            ValueError,
+            "moe::init_routing_v2: expanded_x, counted in rows, must have at most 2147483647 "
+            "elements, got 5368709120",
+        ),
+        Refusal(
             "capacity beyond the tokens",
             lambda: init_sample(**drop_pad(6)),
             ValueError,

@@ -23,6 +23,9 @@ Tensor grouped_matmul(
   Tensor y = grouped_matmul_output(x, weight, group_list, trans_weight, group_list_type);
   constexpr ArgChecks check("grouped_matmul");
   const auto offsets = group_offsets(check, group_list, group_list_type, x.size(0));
+  if (y.numel() == 0) {
+    return y; // rows without elements can be far too many to walk through
+  }
   const auto rows = group_rows(offsets);
   const Tensor dense_x = x.contiguous();
   const Tensor weight_ekn = trans_weight ? weight.transpose(1, 2) : weight;
@@ -42,6 +45,9 @@ Tensor grouped_matmul_weight_grad(
   Tensor weight_grad = grouped_matmul_weight_grad_output(x, grad_y, group_list, trans_weight, group_list_type);
   constexpr ArgChecks check("grouped_matmul_weight_grad");
   const auto offsets = group_offsets(check, group_list, group_list_type, x.size(0));
+  if (weight_grad.numel() == 0) {
+    return weight_grad;
+  }
   // weight_grad[e] = left[rows of e]^T @ right[rows of e]: its rows are columns of `left`.
   const Tensor left = (trans_weight ? grad_y : x).contiguous();
   const Tensor right = (trans_weight ? x : grad_y).contiguous();

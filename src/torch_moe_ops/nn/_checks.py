@@ -1,20 +1,19 @@
 """Constructor checks, all of the form `<module>: <argument> must <condition>, got <value>`."""
 
 import math
+from numbers import Integral, Real
 
 
 def check_positive(owner: str, **sizes: int) -> None:
     """Every size must be an int of at least 1."""
     for name, size in sizes.items():
-        # bool is an int to Python, but MoE(True, ...) is a slip.
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not _is_int(size) or size < 1:
             raise ValueError(f"{owner}: {name} must be a positive int, got {size!r}")
 
 
 def check_top_k(owner: str, top_k: int, num_experts: int) -> None:
     """A token cannot choose more experts than there are."""
-    is_int = isinstance(top_k, int) and not isinstance(top_k, bool)
-    if not is_int or not 1 <= top_k <= num_experts:
+    if not _is_int(top_k) or not 1 <= top_k <= num_experts:
         raise ValueError(f"{owner}: top_k must be in [1, num_experts={num_experts}], got {top_k!r}")
 
 
@@ -28,7 +27,9 @@ def check_score_function(owner: str, score_function: str) -> None:
 
 def check_capacity_factor(owner: str, capacity_factor: float | None) -> None:
     """None (no limit), or a positive finite number."""
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+    if capacity_factor is None:
+        return
+    if not _is_number(capacity_factor) or not 0 < capacity_factor < math.inf:
         raise ValueError(
             f"{owner}: capacity_factor must be None or positive and finite, got {capacity_factor!r}"
         )
@@ -37,5 +38,14 @@ def check_capacity_factor(owner: str, capacity_factor: float | None) -> None:
 def check_coefficients(owner: str, **coefficients: float) -> None:
     """Loss coefficients must be finite and not negative."""
     for name, coefficient in coefficients.items():
-        if not 0 <= coefficient < math.inf:
+        if not _is_number(coefficient) or not 0 <= coefficient < math.inf:
             raise ValueError(f"{owner}: {name} must be finite and >= 0, got {coefficient!r}")
+
+
+# bool is an int to Python, but MoE(True, ...) is a slip. NumPy's integers are fine.
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""How the Python half of an operator is registered: autograd formulas and autocast rules.
+"""How the Python half of an operator is registered: gradient formulas and autocast rules.
 
 Schemas, shape functions and kernels are C++ (csrc/ops). Formulas are Python, in terms of our own
 operators, so that torch.compile sees through them and second derivatives follow by themselves.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Registrations live as long as this object.
 _LIBRARY = torch.library.Library("moe", "FRAGMENT")
@@ -18,12 +19,66 @@ _LIBRARY = torch.library.Library("moe", "FRAGMENT")
 SetupContext = Callable[..., None]
 Backward = Callable[..., Any]
 
+# autograd.Function.apply gets the dispatch keys and the keyword arguments before the inputs.
+_NUM_LEADING = 2
+
 
 def register_autograd(op: str, backward: Backward, setup_context: SetupContext) -> None:
-    """Registers the gradient formula of ``moe::<op>``."""
-    torch.library.register_autograd(
-        f"moe::{op}", backward, setup_context=setup_context, lib=_LIBRARY
+    """Registers the gradient formula of ``moe::<op>``.
+
+    Like torch.library.register_autograd, with the same signatures of the two callbacks, but for two
+    things: an input with a forward-mode tangent is refused, where torch's kernel drops the tangent
+    in silence; and less is done in each call (no copy of the schema's defaults, no bookkeeping
+    objects), which matters for small inputs.
+    """
+    overload = getattr(torch.ops.moe, op).default
+    arguments = overload._schema.arguments
+    defaults = tuple(a.default_value for a in arguments if not a.kwarg_only)
+    keyword_defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+
+    def call_kernel(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    def forward(ctx: Any, keys: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        output = call_kernel(keys, args, kwargs)
+        # The dispatcher leaves out trailing arguments that have their default value.
+        inputs = args + defaults[len(args) :]
+        if keyword_defaults:
+            with_defaults = {**keyword_defaults, **kwargs}
+            setup_context(ctx=ctx, inputs=inputs, keyword_only_inputs=with_defaults, output=output)
+        else:
+            setup_context(ctx=ctx, inputs=inputs, output=output)
+        return output
+
+    def with_leading(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return (None,) * _NUM_LEADING + tuple(backward(ctx, *grads))
+
+    function: Any = type(
+        f"{op}_gradient",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(with_leading)},
     )
+
+    def autograd_kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return function.apply(keys, kwargs, *args)
+        return call_kernel(keys, args, kwargs)
+
+    _LIBRARY.impl(op, autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
+    for arg in args:
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"moe::{op}: forward-mode differentiation is not supported")
+
+
+def sums_dtype(rows: Tensor, weights: Tensor) -> torch.dtype:
+    """The dtype that kernels sum in: float32, or float64 where rows or weights are float64."""
+    return torch.promote_types(torch.promote_types(torch.float32, rows.dtype), weights.dtype)
 
 
 def needs_grad(ctx: Any, num_inputs: int) -> tuple[bool, ...]:
@@ -31,7 +86,7 @@ def needs_grad(ctx: Any, num_inputs: int) -> tuple[bool, ...]:
 
     Trailing arguments left at their defaults never reach autograd: for them the answer is no.
     """
-    needs = ctx.needs_input_grad
+    needs = ctx.needs_input_grad[_NUM_LEADING:]
     return (*needs, *[False] * (num_inputs - len(needs)))
 
 

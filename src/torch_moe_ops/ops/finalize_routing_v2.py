@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.ops._registration import needs_grad, register_autograd
+from torch_moe_ops.ops._registration import needs_grad, register_autograd, sums_dtype
 
 
 def finalize_routing_v2(
@@ -183,15 +183,14 @@ def _bias_grad(
     """
     num_experts = bias.shape[0]
     ops = torch.ops.moe
-    sums_dtype = torch.promote_types(torch.float32, grad_y.dtype)
     if weights is None:
-        weights = torch.ones(expert_idx.shape, dtype=sums_dtype, device=grad_y.device)
-    sums_dtype = torch.promote_types(sums_dtype, weights.dtype)
+        weights = torch.ones(expert_idx.shape, dtype=torch.float32, device=grad_y.device)
+    sums = sums_dtype(grad_y, weights)
     has_row = ((row_of_slot >= 0) & (row_of_slot < num_rows)).view(expert_idx.shape)
     groups_TK = torch.where(has_row, expert_idx.long(), num_experts)
     groups_n = groups_TK.flatten()
-    sorted_weights_n1, _ = ops.token_permute(weights.reshape(-1, 1).to(sums_dtype), groups_n)
-    sorted_grad_nH, _ = ops.token_permute(grad_y.to(sums_dtype), groups_TK)
+    sorted_weights_n1, _ = ops.token_permute(weights.reshape(-1, 1).to(sums), groups_n)
+    sorted_grad_nH, _ = ops.token_permute(grad_y.to(sums), groups_TK)
     sizes = groups_n.new_zeros(num_experts + 1)
     sizes = sizes.scatter_add(0, groups_n, torch.ones_like(groups_n))
     sums_E1H = ops.grouped_matmul_weight_grad(sorted_weights_n1, sorted_grad_nH, sizes)
@@ -268,18 +267,20 @@ def _finalize_grad_backward(
     needs_grad_y, _, needs_rows, needs_scales, _, needs_bias = needs_grad(ctx, 6)
     grad_y_adjoint = rows_adjoint = scales_adjoint = bias_adjoint = None
     if needs_grad_y:
+        # One sum, rounded once: both parts in the dtype of the sums.
+        sums = sums_dtype(rows, scales)
         through_rows = ops.finalize_routing_v2(
-            rows_cotangent, row_of_slot, scales=scales, **forward_mode
+            rows_cotangent.to(sums), row_of_slot, scales=scales, **forward_mode
         )
         through_scales = ops.finalize_routing_v2(
-            rows,
+            rows.to(sums),
             row_of_slot,
-            bias=bias,
+            bias=None if bias is None else bias.to(sums),
             scales=scales_cotangent,
             expert_idx=expert_idx,
             **forward_mode,
         )
-        grad_y_adjoint = through_rows + through_scales
+        grad_y_adjoint = (through_rows + through_scales).to(grad_y.dtype)
     if needs_rows:
         rows_adjoint, _ = ops.finalize_routing_v2_grad(
             grad_y, row_of_slot, rows, scales_cotangent, **ctx.modes

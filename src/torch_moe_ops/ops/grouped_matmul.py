@@ -63,7 +63,7 @@ def grouped_matmul(
     return torch.ops.moe.grouped_matmul(
         x,
         weight,
-        _as_tensor(group_list, x.device),
+        _as_tensor("grouped_matmul", group_list, x.device),
         trans_weight=trans_weight,
         group_list_type=group_list_type,
     )
@@ -111,16 +111,23 @@ def grouped_matmul_weight_grad(
     return torch.ops.moe.grouped_matmul_weight_grad(
         x,
         grad_y,
-        _as_tensor(group_list, x.device),
+        _as_tensor("grouped_matmul_weight_grad", group_list, x.device),
         trans_weight=trans_weight,
         group_list_type=group_list_type,
     )
 
 
-def _as_tensor(group_list: Tensor | Sequence[int], device: torch.device) -> Tensor:
+def _as_tensor(op: str, group_list: Tensor | Sequence[int], device: torch.device) -> Tensor:
     if isinstance(group_list, Tensor):
         return group_list
-    return torch.tensor(group_list, dtype=torch.int64, device=device)
+    try:
+        # Without a dtype, so that a list of floats is refused and not truncated.
+        sizes = torch.tensor(group_list, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"moe::{op}: group_list must be a tensor or a sequence of ints, got {group_list!r}"
+        ) from None
+    return sizes if sizes.numel() else sizes.long()
 
 
 def _setup(

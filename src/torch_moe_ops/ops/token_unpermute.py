@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.ops._registration import needs_grad, register_autograd
+from torch_moe_ops.ops._registration import needs_grad, register_autograd, sums_dtype
 
 
 def token_unpermute(
@@ -158,9 +158,11 @@ def _unpermute_grad_backward(
             rows, output_grad, sorted_indices, probs_cotangent
         )
     if needs_output_grad:
-        through_rows = ops.token_unpermute(rows_cotangent, sorted_indices, probs)
-        through_probs = ops.token_unpermute(rows, sorted_indices, probs_cotangent)
-        grad_adjoint = through_rows + through_probs
+        # One sum, rounded once: both parts in the dtype of the sums.
+        sums = sums_dtype(rows, probs)
+        through_rows = ops.token_unpermute(rows_cotangent.to(sums), sorted_indices, probs)
+        through_probs = ops.token_unpermute(rows.to(sums), sorted_indices, probs_cotangent)
+        grad_adjoint = (through_rows + through_probs).to(output_grad.dtype)
     if needs_probs:
         _, probs_adjoint = ops.token_unpermute_grad(
             rows_cotangent, output_grad, sorted_indices, probs

@@ -55,8 +55,7 @@ def finalize_routing_v2(
 
     # Both factors of a slot that is not there become 0, so that autograd never meets 0 * NaN.
     terms = slots_from_rows(rows, row_of_slot)
-    if bias is not None:
-        assert expert_idx is not None
+    if bias is not None and expert_idx is not None:
         terms = terms + bias.to(acc)[expert_idx.reshape(-1).long()]
         terms = keep_present(terms, row_of_slot, rows.shape[0])
     if scales is not None:
@@ -104,8 +103,7 @@ def finalize_routing_v2_grad(
     if drop_pad_mode == 1:
         rows = rows.flatten(0, 1)
     terms = slots_from_rows(rows, expanded_row_idx)
-    if bias is not None:
-        assert expert_idx is not None
+    if bias is not None and expert_idx is not None:
         terms = terms + bias.to(acc)[expert_idx.reshape(-1).long()]
     products = keep_present(terms * slots_grad, expanded_row_idx, num_rows)
     scales_grad = products.sum(1).reshape(scales.shape)

@@ -41,7 +41,8 @@ def token_unpermute(
         weight = per_slot(probs.to(acc), slots)
         weight = keep_present(weight, sorted_indices, permuted_tokens.shape[0])
         # Only 0 * NaN and 0 * infinity have to be kept out. A finite row stays in the product, so
-        # that autograd still finds the gradient of a prob that happens to be 0.
+        # that autograd still finds the gradient of a prob that happens to be 0. (For a row that is
+        # not finite autograd finds 0; the definition is token_unpermute_grad's <row, g>.)
         leaks = (weight == 0) & ~slots.isfinite()
         slots = torch.where(leaks, torch.zeros_like(slots), slots) * weight
     return sum_over_choices(slots, top_k).to(permuted_tokens.dtype)
