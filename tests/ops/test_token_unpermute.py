@@ -289,8 +289,6 @@ def grad_samples(dtype: torch.dtype) -> list[Sample]:
 class TestTokenUnpermuteGrad(OpSuite):
     op = "token_unpermute_grad"
     samples = staticmethod(grad_samples)
-    # The gradient of unpermuted_tokens_grad comes from both outputs: two roundings, and their sum.
-    gradient_roundings = 3
 
     @staticmethod
     def big(dtype: torch.dtype) -> Sample:

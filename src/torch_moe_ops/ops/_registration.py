@@ -36,9 +36,14 @@ def register_autograd(op: str, backward: Backward, setup_context: SetupContext) 
     defaults = tuple(a.default_value for a in arguments if not a.kwarg_only)
     keyword_defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
 
+    redispatch = overload.redispatch
+    below_autograd = torch._C._AutoDispatchBelowAutograd
+    keys_below = torch._C._after_autograd_keyset
+    any_requires_grad = torch._C._any_requires_grad
+
     def call_kernel(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+        with below_autograd():
+            return redispatch(keys & keys_below, *args, **kwargs)
 
     def forward(ctx: Any, keys: Any, kwargs: dict[str, Any], *args: Any) -> Any:
         output = call_kernel(keys, args, kwargs)
@@ -63,7 +68,7 @@ def register_autograd(op: str, backward: Backward, setup_context: SetupContext) 
     def autograd_kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
             return function.apply(keys, kwargs, *args)
         return call_kernel(keys, args, kwargs)
 
