@@ -35,6 +35,7 @@ void ArgChecks::rank_between(const Tensor& tensor, const char* arg, int64_t low,
 }
 
 void ArgChecks::floating(const Tensor& tensor, const char* arg) const {
+  defined(tensor, arg);
   MOE_CHECK_WITH(
       TORCH_CHECK_TYPE, is_supported_float(tensor.scalar_type()), arg, "be float32, float64, bfloat16 or float16, got ",
       dtype_name(tensor.scalar_type()));

@@ -65,7 +65,6 @@ def assert_rounded_once(
     run: Run,
     sample: Sample,
     upstream: Sequence[Tensor | None] = (),
-    output_roundings: int = 1,
 ) -> None:
     """``actual`` is what the definition gives in float64 on the same numbers, rounded once.
 
@@ -74,9 +73,6 @@ def assert_rounded_once(
     number of terms. The classical bound for adding up m products in a precision with unit u is
     ``(m + 2) * u * (sum of sizes)``: at most m - 1 additions, the product of up to three factors
     before them. One rounding to the output's dtype comes on top, half a unit in its last place.
-
-    ``output_roundings`` is for gradients that are the sum of several operators' outputs, each of
-    them rounded: then every rounding can have the size of the terms rather than of the result.
     """
 
     def evaluate(change: Callable[[Tensor], Tensor]) -> Sequence[Tensor | None]:
@@ -102,9 +98,8 @@ def assert_rounded_once(
             assert torch.equal(value, exact), f"output {place}: {value} is not {exact}"
             continue
         sum_error = (count + 2) * sum_unit * size
-        rounded = exact.abs() + sum_error if output_roundings == 1 else output_roundings * size
         smallest = torch.finfo(value.dtype).smallest_normal * _unit(value.dtype)
-        bound = sum_error + _unit(value.dtype) * rounded + output_roundings * smallest
+        bound = sum_error + _unit(value.dtype) * (exact.abs() + sum_error) + smallest
         error = (value.double() - exact).abs()
         # Not written as "error > bound": that lets NaN through.
         wrong = ~(error <= bound)

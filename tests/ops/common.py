@@ -101,8 +101,6 @@ class OpSuite:
     moves_data: ClassVar[bool] = False
     # BLAS adds up in another order for another layout: equal within rounding, not to the bit.
     layout_rounds_differently: ClassVar[bool] = False
-    # How many rounded results make up one gradient. The gradients of a grad operator can be sums.
-    gradient_roundings: ClassVar[int] = 1
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Spread the class's data over the tests that ask for it."""
@@ -198,7 +196,6 @@ class OpSuite:
             gradients_of(self.definition),
             sample,
             upstream,
-            output_roundings=self.gradient_roundings,
         )
 
     def test_gradient_through_one_output(self, name: str) -> None:
@@ -215,7 +212,6 @@ class OpSuite:
                 gradients_of(self.definition),
                 sample,
                 alone,
-                output_roundings=self.gradient_roundings,
             )
 
     def test_gradcheck(self, name: str) -> None:
@@ -353,7 +349,6 @@ class OpSuite:
             gradients_of(self.definition),
             sample,
             upstream,
-            output_roundings=self.gradient_roundings,
         )
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)

@@ -63,7 +63,7 @@ def grouped_matmul(
     return torch.ops.moe.grouped_matmul(
         x,
         weight,
-        _as_tensor("grouped_matmul", group_list, x.device),
+        _as_tensor("grouped_matmul", group_list, x),
         trans_weight=trans_weight,
         group_list_type=group_list_type,
     )
@@ -111,18 +111,18 @@ def grouped_matmul_weight_grad(
     return torch.ops.moe.grouped_matmul_weight_grad(
         x,
         grad_y,
-        _as_tensor("grouped_matmul_weight_grad", group_list, x.device),
+        _as_tensor("grouped_matmul_weight_grad", group_list, x),
         trans_weight=trans_weight,
         group_list_type=group_list_type,
     )
 
 
-def _as_tensor(op: str, group_list: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    if isinstance(group_list, Tensor):
+def _as_tensor(op: str, group_list: Tensor | Sequence[int], x: Tensor) -> Tensor:
+    if isinstance(group_list, Tensor) or not isinstance(x, Tensor):  # what x must be, C++ says
         return group_list
     try:
         # Without a dtype, so that a list of floats is refused and not truncated.
-        sizes = torch.tensor(group_list, device=device)
+        sizes = torch.tensor(group_list, device=x.device)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"moe::{op}: group_list must be a tensor or a sequence of ints, got {group_list!r}"
