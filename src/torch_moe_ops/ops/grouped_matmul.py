@@ -139,18 +139,25 @@ def _setup(
     ctx.group_list_type = keyword_only_inputs["group_list_type"]
 
 
+def _product(
+    ctx: Any, rows: Tensor, weight: Tensor, group_list: Tensor, *, transposed: bool
+) -> Tensor:
+    """Rows times weight in each group, the weight transposed with respect to the forward or not."""
+    return torch.ops.moe.grouped_matmul(
+        rows,
+        weight,
+        group_list,
+        trans_weight=ctx.trans_weight != transposed,
+        group_list_type=ctx.group_list_type,
+    )
+
+
 def _matmul_backward(ctx: Any, y_grad: Tensor) -> tuple[Any, ...]:
     x, weight, group_list = ctx.saved_tensors
     needs_x, needs_weight, _ = needs_grad(ctx, 3)
     x_grad = weight_grad = None
     if needs_x:
-        x_grad = torch.ops.moe.grouped_matmul(
-            y_grad,
-            weight,
-            group_list,
-            trans_weight=not ctx.trans_weight,
-            group_list_type=ctx.group_list_type,
-        )
+        x_grad = _product(ctx, y_grad, weight, group_list, transposed=True)
     if needs_weight:
         weight_grad = torch.ops.moe.grouped_matmul_weight_grad(
             x,
@@ -168,21 +175,9 @@ def _weight_grad_backward(ctx: Any, weight_cotangent: Tensor) -> tuple[Any, ...]
     needs_x, needs_y_grad, _ = needs_grad(ctx, 3)
     x_adjoint = y_grad_adjoint = None
     if needs_x:
-        x_adjoint = torch.ops.moe.grouped_matmul(
-            y_grad,
-            weight_cotangent,
-            group_list,
-            trans_weight=not ctx.trans_weight,
-            group_list_type=ctx.group_list_type,
-        )
+        x_adjoint = _product(ctx, y_grad, weight_cotangent, group_list, transposed=True)
     if needs_y_grad:
-        y_grad_adjoint = torch.ops.moe.grouped_matmul(
-            x,
-            weight_cotangent,
-            group_list,
-            trans_weight=ctx.trans_weight,
-            group_list_type=ctx.group_list_type,
-        )
+        y_grad_adjoint = _product(ctx, x, weight_cotangent, group_list, transposed=False)
     return x_adjoint, y_grad_adjoint, None
 
 
