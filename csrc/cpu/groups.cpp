@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "serial_blas.h"
 
@@ -72,12 +73,14 @@ std::vector<int64_t> group_offsets(
 
 std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std::vector<int64_t>& cost_per_row) {
   // Large enough for a BLAS to run at full speed and to hide the packing of its right side, small enough to spread over
-  // cores.
+  // cores: about 16 stretches in all, where that many rows are there.
   constexpr int64_t kMinRows = 256;
   constexpr int64_t kMinCost = 1 << 23;
+  const int64_t share = std::accumulate(rows.begin(), rows.end(), int64_t{0}) / 16;
+  const int64_t min_rows = std::max(kMinRows, share);
   std::vector<GroupTask> tasks;
   for (size_t g = 0; g < rows.size(); ++g) {
-    const int64_t stretch = std::max(kMinRows, kMinCost / std::max<int64_t>(1, cost_per_row[g]));
+    const int64_t stretch = std::max(min_rows, kMinCost / std::max<int64_t>(1, cost_per_row[g]));
     const int64_t parts = std::max<int64_t>(1, rows[g] / stretch);
     for (int64_t part = 0; part < parts && rows[g] > 0; ++part) {
       tasks.push_back({static_cast<int64_t>(g), rows[g] * part / parts, rows[g] * (part + 1) / parts});
