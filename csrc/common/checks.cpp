@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <limits>
-#include <string>
 
 #include "dtypes.h"
 
@@ -139,14 +138,6 @@ void ArgChecks::padded_rows(const SymInt& experts, const SymInt& capacity, const
 }
 
 #undef MOE_CHECK_WITH
-
-SymInt row_elements(const Tensor& rows) {
-  SymInt elements = 1;
-  for (int64_t i = 1; i < rows.dim(); ++i) {
-    elements *= rows.sym_size(i);
-  }
-  return elements;
-}
 
 SymSizes with_rows(const Tensor& rows, const SymInt& count) {
   SymSizes sizes(rows.sym_sizes().begin(), rows.sym_sizes().end());

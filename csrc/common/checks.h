@@ -62,9 +62,6 @@ class ArgChecks {
   const char* op_;
 };
 
-// The rows of a tensor flattened after its first dimension: elements per row.
-SymInt row_elements(const Tensor& rows);
-
 // `rows` sizes with another first dimension.
 SymSizes with_rows(const Tensor& rows, const SymInt& count);
 

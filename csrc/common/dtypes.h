@@ -1,4 +1,4 @@
-// The dtypes that the operators take, and the dtype they accumulate in.
+// The dtypes that the operators take.
 #pragma once
 
 #include <c10/core/ScalarType.h>
