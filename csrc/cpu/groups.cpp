@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "../common/parallel.h"
 #include "serial_blas.h"
 
 namespace moe::cpu {
@@ -89,12 +90,18 @@ std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std:
   return tasks;
 }
 
-void serial_matmul(const Tensor& left, const Tensor& right, Tensor& out) {
-  const SerialBlas serial;
-  // Threads of a parallel loop do not inherit the caller's dispatch state: autograd and autocast have been dealt with
-  // above this kernel, and must not start again on any of them.
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+void run_group_tasks(const std::vector<GroupTask>& tasks, const std::function<void(const GroupTask&)>& body) {
+  parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    const SerialBlas serial;
+    // Threads of a parallel loop do not inherit the caller's dispatch state: autograd and autocast have been dealt with
+    // above this kernel, and must not start again on any of them.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    body(tasks[i]);
+  });
+}
+
+void matmul_into(const Tensor& left, const Tensor& right, Tensor& out) {
   if (multiplies_faster_in_float32(out.scalar_type())) {
     out.copy_(at::mm(left.to(at::kFloat), right.to(at::kFloat)));
   } else {

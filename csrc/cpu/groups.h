@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "../common/checks.h"
@@ -23,7 +24,10 @@ struct GroupTask {
 // of threads. `cost_per_row`: multiply-adds for one output row.
 std::vector<GroupTask> split_groups(const std::vector<int64_t>& rows, const std::vector<int64_t>& cost_per_row);
 
-// out = left @ right, all 2-D, in one rounding to the dtype of `out`, on the calling thread.
-void serial_matmul(const Tensor& left, const Tensor& right, Tensor& out);
+// Calls body(task) for every task, in parallel, each wholly on one thread and below autograd and autocast.
+void run_group_tasks(const std::vector<GroupTask>& tasks, const std::function<void(const GroupTask&)>& body);
+
+// out = left @ right, all 2-D, in one rounding to the dtype of `out`.
+void matmul_into(const Tensor& left, const Tensor& right, Tensor& out);
 
 } // namespace moe::cpu

@@ -1,10 +1,14 @@
 // The three movements of rows that every routing operator on the CPU is made of. Row maps have been range-checked
 // before.
 //
-//   copy_to_rows     rows[map[i]] = tokens[i / K]                                  token_permute, init_routing_v2
-//   combine_rows     out[t] = terms + sum over k of weight * rows[map[t, k]]        unpermute, finalize, grads of
-//   permute/init scatter_rows     rows[map[i]] = weight * grad[i / K], with <row, grad> beside   grads of unpermute and
-//   finalize
+//   copy_to_rows: rows[map[i]] = tokens[i / K]
+//       token_permute, init_routing_v2
+//
+//   combine_rows: out[t] = skips + sum over k of weight * rows[map[t, k]]
+//       token_unpermute, finalize_routing_v2, gradients of token_permute and init_routing_v2
+//
+//   scatter_rows: rows[map[i]] = weight * grad[i / K], and <row, grad> beside it
+//       gradients of token_unpermute and finalize_routing_v2
 //
 // A slot whose map entry is negative or past the end of the rows takes no part. Work is split by token (copy, combine,
 // scatter) so that each output row has one writer: results do not depend on the number of threads.

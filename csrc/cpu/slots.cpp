@@ -72,6 +72,13 @@ Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* ar
   return dense.to(at::kInt);
 }
 
+Tensor checked_expanded_rows(
+    const ArgChecks& check, const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad) {
+  const int64_t low = drop_pad ? kNoRow : 0;
+  const int64_t high = drop_pad ? expanded.size(0) * expanded.size(1) : expanded_row_idx.numel();
+  return checked_index(check, expanded_row_idx, "expanded_row_idx", low, high);
+}
+
 void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg) {
   const Tensor dense = ids.contiguous().view(-1).to(at::kLong);
   const int64_t* values = dense.const_data_ptr<int64_t>();

@@ -13,6 +13,11 @@ constexpr int32_t kNoRow = -1;
 // position and the range. A copy is made only where dtype or strides ask for it.
 Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
 
+// The row map `expanded_row_idx` of init_routing_v2 and finalize_routing_v2, checked: dropless rows are in [0, n),
+// those of the drop/pad tensor `expanded` (E, C, H) in [-1, E * C).
+Tensor checked_expanded_rows(
+    const ArgChecks& check, const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad);
+
 // Raises for the first id below zero.
 void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg);
 

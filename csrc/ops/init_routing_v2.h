@@ -1,8 +1,12 @@
 // init_routing_v2 and init_routing_v2_grad: argument checks and outputs, the same on every device.
 //
-//   drop_pad_mode 0 (dropless): the rows of x sorted by expert id (stable), M = min(active_num, n) of them if
-//   active_num > 0. drop_pad_mode 1 (drop/pad): expanded_x (E, C, H); the first C slots of each expert, in slot order,
-//   the rest is zero. expanded_row_idx[t * K + k] = row of the slot, int32; -1 for a slot dropped in mode 1.
+//   drop_pad_mode 0 (dropless): the rows of x sorted by expert id (stable), the first M = min(active_num, n) of them if
+//   active_num > 0.
+//
+//   drop_pad_mode 1 (drop/pad): expanded_x (E, C, H); the first C slots of each expert, in slot order, the rest is
+//   zero.
+//
+//   expanded_row_idx[t * K + k] = row of the slot, int32; -1 for a slot dropped in mode 1.
 #pragma once
 
 #include <ATen/ops/empty.h>

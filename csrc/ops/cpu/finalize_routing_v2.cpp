@@ -30,11 +30,9 @@ Tensor finalize_routing_v2(
     int64_t drop_pad_mode) {
   Tensor y = finalize_routing_v2_output(expanded_x, expanded_row_idx, x1, x2, bias, scales, expert_idx, drop_pad_mode);
   constexpr ArgChecks check("finalize_routing_v2");
-  const bool drop_pad = drop_pad_mode % 2 == 1;
-  const int64_t past_the_end = drop_pad ? expanded_x.size(0) * expanded_x.size(1) : expanded_row_idx.numel();
   CombineArgs args;
   args.rows = expanded_x;
-  args.row_of_slot = checked_index(check, expanded_row_idx, "expanded_row_idx", drop_pad ? kNoRow : 0, past_the_end);
+  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, expanded_x, drop_pad_mode % 2 == 1);
   args.top_k = choices(scales);
   args.k_major = drop_pad_mode < 2;
   args.weights = scales;
@@ -61,11 +59,9 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
       grad_y, expanded_row_idx, expanded_x, scales, expert_idx, bias,
       {drop_pad_mode, active_num, expert_num, expert_capacity});
   constexpr ArgChecks check("finalize_routing_v2_grad");
-  const bool drop_pad = drop_pad_mode == 1;
-  const int64_t past_the_end = drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
   ScatterArgs args;
   args.grad = grad_y;
-  args.row_of_slot = checked_index(check, expanded_row_idx, "expanded_row_idx", drop_pad ? kNoRow : 0, past_the_end);
+  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, grad_expanded_x, drop_pad_mode == 1);
   args.top_k = choices(scales);
   args.weights = scales;
   args.rows = expanded_x;

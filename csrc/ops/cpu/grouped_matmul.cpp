@@ -1,9 +1,6 @@
 // grouped_matmul and grouped_matmul_weight_grad on the CPU. Contract: ../grouped_matmul.h.
 #include "../grouped_matmul.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-
-#include "../../common/parallel.h"
 #include "../../common/registration.h"
 #include "../../cpu/groups.h"
 
@@ -30,12 +27,10 @@ Tensor grouped_matmul(
   const Tensor dense_x = x.contiguous();
   const Tensor weight_ekn = trans_weight ? weight.transpose(1, 2) : weight;
   const auto tasks = split_groups(rows, std::vector<int64_t>(rows.size(), x.size(1) * y.size(1)));
-  parallel_tasks(tasks.size(), [&](int64_t i) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const GroupTask& task = tasks[i];
+  run_group_tasks(tasks, [&](const GroupTask& task) {
     const int64_t first = offsets[task.group] + task.begin;
     Tensor out = y.narrow(0, first, task.end - task.begin);
-    serial_matmul(dense_x.narrow(0, first, task.end - task.begin), weight_ekn.select(0, task.group), out);
+    matmul_into(dense_x.narrow(0, first, task.end - task.begin), weight_ekn.select(0, task.group), out);
   });
   return y;
 }
@@ -56,9 +51,7 @@ Tensor grouped_matmul_weight_grad(
     cost *= weight_grad.size(2);
   }
   const auto tasks = split_groups(std::vector<int64_t>(costs.size(), weight_grad.size(1)), costs);
-  parallel_tasks(tasks.size(), [&](int64_t i) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const GroupTask& task = tasks[i];
+  run_group_tasks(tasks, [&](const GroupTask& task) {
     const int64_t first = offsets[task.group];
     const int64_t rows = offsets[task.group + 1] - first;
     const Tensor columns = left.narrow(0, first, rows).narrow(1, task.begin, task.end - task.begin);
@@ -66,7 +59,7 @@ Tensor grouped_matmul_weight_grad(
     if (rows == 0) {
       out.zero_();
     } else {
-      serial_matmul(columns.t(), right.narrow(0, first, rows), out);
+      matmul_into(columns.t(), right.narrow(0, first, rows), out);
     }
   });
   return weight_grad;

@@ -90,11 +90,9 @@ Tensor init_routing_v2_grad(
     SymInt active_num) {
   Tensor grad = init_routing_v2_grad_output(grad_expanded_x, expanded_row_idx, top_k, drop_pad_mode, active_num);
   constexpr ArgChecks check("init_routing_v2_grad");
-  const bool drop_pad = drop_pad_mode == 1;
-  const int64_t past_the_end = drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : expanded_row_idx.numel();
   CombineArgs args;
   args.rows = grad_expanded_x;
-  args.row_of_slot = checked_index(check, expanded_row_idx, "expanded_row_idx", drop_pad ? kNoRow : 0, past_the_end);
+  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, grad_expanded_x, drop_pad_mode == 1);
   args.top_k = top_k.expect_int();
   combine_rows(args, grad);
   return grad;
