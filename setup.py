@@ -1,11 +1,17 @@
-"""Builds torch_moe_ops._C (schemas and CPU kernels) against the torch that is installed.
+"""Builds torch_moe_ops against the torch that is installed.
+
+_C: schemas and CPU kernels. _C_npu: NPU kernels, where the torch_npu wheel is; CANN is not needed.
 
 Environment:
+    MOE_OPS_BUILD_NPU=auto|0|1           build _C_npu if torch_npu is installed (auto, the default),
+                                         never (0), or fail without torch_npu (1)
     MOE_OPS_SANITIZE=address,undefined   build with these sanitizers (see `make sanitize`)
     MOE_OPS_WERROR=1                     treat compiler warnings as errors
     MAX_JOBS                             compile jobs at a time (ninja)
 """
 
+import importlib.metadata
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -31,9 +37,34 @@ ROOT = Path(__file__).parent
 PACKAGE = "torch_moe_ops"
 
 
-def sources() -> list[str]:
-    """Every C++ file of the CPU library, found by looking: a new operator touches no build file."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+# CPU code that the NPU library has too: it reads index values that were copied to the host.
+SHARED_WITH_NPU = ("csrc/cpu/slots.cpp", "csrc/cpu/group_offsets.cpp")
+
+
+def sources() -> tuple[list[str], list[str]]:
+    """The C++ files of _C and of _C_npu, found by looking: a new operator touches no build file."""
+    paths = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cpp"))
+    npu = [str(path) for path in paths if path.parent.name == "npu"]
+    cpu = [str(path) for path in paths if path.parent.name != "npu"]
+    common = [path for path in cpu if path.startswith("csrc/common/")]
+    return cpu, [*npu, *common, *SHARED_WITH_NPU]
+
+
+def torch_npu_wheel() -> Path | None:
+    """Where torch_npu is installed. It is not imported: that would need CANN."""
+    wanted = os.environ.get("MOE_OPS_BUILD_NPU", "auto")
+    if wanted not in ("auto", "0", "1"):
+        sys.exit(f"MOE_OPS_BUILD_NPU must be auto, 0 or 1, got {wanted}")
+    spec = importlib.util.find_spec("torch_npu") if wanted != "0" else None
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    if wanted == "1":
+        sys.exit(
+            "MOE_OPS_BUILD_NPU=1 builds NPU kernels, which are compiled against the torch_npu "
+            "wheel, and torch_npu is not installed.\n"
+            f"Install it first: pip install torch_npu=={torch.__version__.split('+')[0]}"
+        )
+    return None
 
 
 def compile_flags() -> list[str]:
@@ -53,6 +84,41 @@ def sanitizer_flags() -> list[str]:
     return [f"-fsanitize={names}", "-fno-omit-frame-pointer", "-g"] if names else []
 
 
+def extension(name: str, files: list[str], system_includes: list[str], **options) -> CppExtension:
+    """One library of the package. -isystem: our own warnings, not those of others' headers."""
+    includes = [f"-isystem{path}" for path in [*include_paths(), *system_includes]]
+    link_flags = ["-Wl,--no-undefined-version", *sanitizer_flags(), *options.pop("link_flags", [])]
+    return CppExtension(
+        f"{PACKAGE}.{name}",
+        files,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": compile_flags() + includes},
+        # OpenMP comes with torch: linking another copy would bring a second thread pool.
+        extra_link_args=link_flags,
+        **options,
+    )
+
+
+def extensions() -> list[CppExtension]:
+    """_C, and _C_npu where torch_npu is."""
+    cpu_files, npu_files = sources()
+    libraries = [extension("_C", cpu_files, [])]
+    if NPU_WHEEL is not None:
+        includes = NPU_WHEEL / "include"
+        libraries.append(
+            extension(
+                "_C_npu",
+                npu_files,
+                [str(includes), str(includes / "third_party/acl/inc")],
+                library_dirs=[str(NPU_WHEEL / "lib")],
+                libraries=["torch_npu"],
+                # libtorch_npu.so needs libraries of CANN, which need not be here.
+                link_flags=["-Wl,--allow-shlib-undefined"],
+            )
+        )
+    return libraries
+
+
 class Build(BuildExtension):
     """Writes build facts beside the library; the loader reads them before it loads anything."""
 
@@ -64,26 +130,16 @@ class Build(BuildExtension):
             '"""Written by setup.py."""',
             "",
             f'TORCH_VERSION = "{torch.__version__}"',
+            f'TORCH_NPU_VERSION = "{NPU_VERSION}"  # empty: built without NPU kernels',
             f'CXX_FLAGS = "{" ".join(compile_flags())}"',
         ]
         (target / PACKAGE / "_build_info.py").write_text("\n".join(lines) + "\n")
 
 
-print(f"{PACKAGE}: torch {torch.__version__}, flags: {' '.join(compile_flags())}")
+NPU_WHEEL = torch_npu_wheel()
+NPU_VERSION = importlib.metadata.version("torch_npu") if NPU_WHEEL is not None else ""
 
-setup(
-    ext_modules=[
-        CppExtension(
-            f"{PACKAGE}._C",
-            sources(),
-            include_dirs=[str(ROOT / "csrc")],
-            # -isystem: our own warnings, not those of torch's headers.
-            extra_compile_args={
-                "cxx": compile_flags() + [f"-isystem{path}" for path in include_paths()]
-            },
-            # OpenMP comes with torch: linking another copy would bring a second thread pool.
-            extra_link_args=["-Wl,--no-undefined-version", *sanitizer_flags()],
-        )
-    ],
-    cmdclass={"build_ext": Build},
-)
+print(f"{PACKAGE}: torch {torch.__version__}, torch_npu {NPU_VERSION or 'none'}")
+print(f"{PACKAGE}: flags: {' '.join(compile_flags())}")
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

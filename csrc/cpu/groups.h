@@ -1,4 +1,4 @@
-// The groups of grouped_matmul on the CPU, and the split of the work into tasks.
+// The work of grouped_matmul on the CPU: its split into tasks, and the product that each of them is.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,6 @@
 #include "../common/checks.h"
 
 namespace moe::cpu {
-
-// First row of each group, and one past the last row: E + 1 values. ValueError unless the groups use up `rows` exactly.
-std::vector<int64_t> group_offsets(
-    const ArgChecks& check, const Tensor& group_list, int64_t group_list_type, int64_t rows);
 
 // A stretch [begin, end) of the output rows of one group.
 struct GroupTask {

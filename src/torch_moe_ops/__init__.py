@@ -12,6 +12,10 @@ from torch_moe_ops._loader import load_library
 # The operators must exist before their Python halves refer to them.
 load_library()
 
+from torch_moe_ops import _npu  # noqa: E402
+
+_npu.start()
+
 from torch_moe_ops.ops import *  # noqa: E402, F403
 from torch_moe_ops.ops import __all__ as _op_names  # noqa: E402
 

@@ -122,7 +122,7 @@ class Sample:
 def _poisoned(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """A buffer whose every value is wrong: NaN, or an index far outside any range."""
     poison = float("nan") if tensor.is_floating_point() else -77_777_777
-    return torch.full(tuple(shape), poison, dtype=tensor.dtype)
+    return torch.full(tuple(shape), poison, dtype=tensor.dtype, device=tensor.device)
 
 
 def sliced(tensor: Tensor) -> Tensor:

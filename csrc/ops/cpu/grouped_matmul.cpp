@@ -2,6 +2,7 @@
 #include "../grouped_matmul.h"
 
 #include "../../common/registration.h"
+#include "../../cpu/group_offsets.h"
 #include "../../cpu/groups.h"
 
 namespace moe::cpu {

@@ -1,0 +1,105 @@
+// What the NPU wrappers do to arguments. Contract: inputs.h.
+#include "inputs.h"
+
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/ge.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/lt.h>
+#include <ATen/ops/masked_fill.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "../common/dtypes.h"
+#include "../cpu/slots.h"
+
+namespace moe::npu {
+
+void check_npu_float(const ArgChecks& check, const Tensor& tensor, const char* arg) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.scalar_type() != at::kDouble, "moe::", check.op(), ": ", arg,
+      " must be float32, bfloat16 or float16 on an NPU, got ", dtype_name(tensor.scalar_type()));
+}
+
+void check_npu_float(const ArgChecks& check, const OptionalTensor& tensor, const char* arg) {
+  if (given(tensor)) {
+    check_npu_float(check, *tensor, arg);
+  }
+}
+
+void check_npu_limit(const ArgChecks& check, int64_t value, const char* arg, int64_t limit) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      value <= limit, "moe::", check.op(), ": ", arg, " must be at most ", limit, " on this NPU, got ", value);
+}
+
+Tensor as_int32(const Tensor& index) {
+  return index.to(at::kInt);
+}
+
+void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
+  if (!checks_indices() || index.numel() == 0) {
+    return;
+  }
+  const Tensor wrong = at::logical_or(at::lt(index, low), at::ge(index, high));
+  if (wrong.any().item<bool>()) {
+    cpu::checked_index(check, index.cpu(), arg, low, high); // says which, in the words of the CPU kernel
+  }
+}
+
+void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg) {
+  if (checks_indices()) {
+    cpu::check_not_negative(check, ids.cpu(), arg);
+  }
+}
+
+void check_named_once(const ArgChecks& check, const Tensor& index, const char* arg, int64_t rows) {
+  if (checks_indices()) {
+    cpu::slot_of_row(check, arg, as_int32(index.cpu()).contiguous(), rows);
+  }
+}
+
+Tensor safe_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
+  check_range(check, index, arg, low, high);
+  return as_int32(at::clamp(index, low, high - 1)); // in the dtype of the index: int64 values may not fit an int32
+}
+
+Tensor missing_slots(const Tensor& index, int64_t rows) {
+  return at::logical_or(at::lt(index, 0), at::ge(index, rows));
+}
+
+Tensor skip_missing_rows(const ArgChecks& check, const Tensor& index, const char* arg, int64_t rows, int64_t high) {
+  check_range(check, index, arg, cpu::kNoRow, high);
+  return as_int32(at::masked_fill(index, missing_slots(index, rows), rows));
+}
+
+Tensor as_matrix(const Tensor& rows) {
+  return rows.dim() == 2 ? rows : rows.flatten(1);
+}
+
+Tensor padded(const Tensor& tensor, int64_t dim, int64_t size, int64_t value) {
+  if (tensor.size(dim) == size) {
+    return tensor;
+  }
+  // at::constant_pad_nd counts pairs from the last dimension.
+  std::vector<int64_t> pad(2 * (tensor.dim() - dim), 0);
+  pad.back() = size - tensor.size(dim);
+  return at::constant_pad_nd(tensor, pad, value);
+}
+
+OptionalTensor padded(const OptionalTensor& tensor, int64_t dim, int64_t size) {
+  return given(tensor) ? OptionalTensor(padded(*tensor, dim, size)) : std::nullopt;
+}
+
+Tensor packed(const Tensor& tensor) {
+  const Tensor dense = tensor.contiguous();
+  at::DimVector strides(dense.dim());
+  int64_t stride = 1;
+  for (int64_t d = dense.dim() - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(dense.size(d), 1);
+  }
+  return dense.strides() == at::IntArrayRef(strides) ? dense : dense.as_strided(dense.sizes(), strides);
+}
+
+} // namespace moe::npu

@@ -1,0 +1,129 @@
+// token_unpermute and token_unpermute_grad on the NPU: aclnnMoeTokenUnpermute, aclnnMoeTokenUnpermuteGrad.
+// Contract: ../token_unpermute.h.
+#include "../token_unpermute.h"
+
+#include <ATen/ops/eq.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/masked_fill.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "../../common/registration.h"
+#include "../../npu/inputs.h"
+#include "../../npu/launch.h"
+
+namespace moe::npu {
+namespace {
+
+constexpr const char* kUnpermute = "token_unpermute";
+constexpr const char* kUnpermuteGrad = "token_unpermute_grad";
+
+// torch_npu passes [1] for "no shape to restore"; the kernels do not read it.
+const Ints kNoShape = {1};
+
+void check_npu_unpermute(const ArgChecks& check, const Tensor& rows, const OptionalTensor& probs) {
+  check_npu_float(check, rows, "permuted_tokens");
+  check_npu_float(check, probs, "probs");
+  if (given(probs) && !is_950(check.op())) {
+    check_npu_limit(check, probs->size(1), "size of probs in dimension 1", kMaxTopK);
+  }
+}
+
+// Exclusive end of the rows that a slot may name; those from M on are cut off.
+int64_t row_limit(const Tensor& permuted_tokens, const Tensor& sorted_indices) {
+  return std::max(permuted_tokens.size(0), sorted_indices.numel());
+}
+
+Tensor token_unpermute(
+    const Tensor& permuted_tokens,
+    const Tensor& sorted_indices,
+    const OptionalTensor& probs,
+    bool padded_mode,
+    at::OptionalSymIntArrayRef /*restore_shape*/) {
+  Tensor output = token_unpermute_output(permuted_tokens, sorted_indices, probs, padded_mode);
+  constexpr ArgChecks check(kUnpermute);
+  check_npu_unpermute(check, permuted_tokens, probs);
+  const int64_t rows = permuted_tokens.size(0);
+  const int64_t limit = row_limit(permuted_tokens, sorted_indices);
+  if (permuted_tokens.numel() == 0 || output.numel() == 0) {
+    check_range(check, sorted_indices, "sorted_indices", -1, limit);
+    return output.zero_();
+  }
+  Tensor index = skip_missing_rows(check, sorted_indices, "sorted_indices", rows, limit);
+  if (given(probs) && is_950(kUnpermute)) {
+    // A2 and A3 leave out slots of weight 0; here 0 * NaN would come through.
+    index = at::masked_fill(index, at::eq(probs->flatten(), 0), rows);
+  }
+  launch<MoeTokenUnpermute>(kUnpermute, as_matrix(permuted_tokens), index, probs, false, kNoShape, as_matrix(output));
+  return output;
+}
+
+// The kernel's view of the gradient: as many rows as slots. Releases differ in which of the two numbers they bound the
+// rows by, and Ascend 950 wants them equal.
+struct SquareGrad {
+  int64_t tokens; // with some added where there are more rows than slots
+  int64_t rows;
+
+  SquareGrad(int64_t num_rows, int64_t num_tokens, int64_t top_k)
+      : tokens(std::max(num_tokens, (num_rows + top_k - 1) / top_k)), rows(tokens * top_k) {}
+};
+
+// Without probs the rows are not read. Releases before 9.1 and Ascend 950 want them all the same.
+OptionalTensor rows_to_read(const Tensor& permuted_tokens, const SquareGrad& square, bool with_probs) {
+  if (with_probs || is_950(kUnpermuteGrad) || !cann_at_least(9, 1)) {
+    return padded(as_matrix(permuted_tokens), 0, square.rows);
+  }
+  return std::nullopt;
+}
+
+std::tuple<Tensor, Tensor> token_unpermute_grad(
+    const Tensor& permuted_tokens,
+    const Tensor& unpermuted_tokens_grad,
+    const Tensor& sorted_indices,
+    const OptionalTensor& probs,
+    bool padded_mode,
+    at::OptionalSymIntArrayRef /*restore_shape*/) {
+  auto [rows_grad, probs_grad] =
+      token_unpermute_grad_outputs(permuted_tokens, unpermuted_tokens_grad, sorted_indices, probs, padded_mode);
+  constexpr ArgChecks check(kUnpermuteGrad);
+  check_npu_unpermute(check, permuted_tokens, probs);
+  const int64_t rows = permuted_tokens.size(0);
+  const int64_t tokens = unpermuted_tokens_grad.size(0);
+  rows_grad.zero_(); // the kernel leaves rows that no slot names as they are
+  if (permuted_tokens.numel() == 0 || tokens == 0) {
+    check_range(check, sorted_indices, "sorted_indices", -1, row_limit(permuted_tokens, sorted_indices));
+    return {rows_grad, probs_grad.zero_()};
+  }
+  const SquareGrad square(rows, tokens, sorted_indices.numel() / tokens);
+  const Tensor missing = missing_slots(sorted_indices, rows);
+  const Tensor index =
+      skip_missing_rows(check, sorted_indices, "sorted_indices", rows, row_limit(permuted_tokens, sorted_indices));
+  check_named_once(check, sorted_indices, "sorted_indices", rows);
+  const bool is_square = square.rows == rows;
+  const Tensor grad =
+      is_square ? as_matrix(rows_grad) : at::zeros({square.rows, rows_grad[0].numel()}, rows_grad.options());
+  // A tensor that is not written stands in for the gradient of absent probs: null is refused by some.
+  const Tensor weights_grad =
+      given(probs) ? at::empty({square.tokens, probs->size(1)}, probs->options()) : at::empty({}, rows_grad.options());
+  launch<MoeTokenUnpermuteGrad>(
+      kUnpermuteGrad, rows_to_read(permuted_tokens, square, given(probs)),
+      padded(as_matrix(unpermuted_tokens_grad), 0, square.tokens), padded(index, 0, square.rows, square.rows),
+      padded(probs, 0, square.tokens), false, kNoShape, grad, weights_grad);
+  if (!is_square) {
+    as_matrix(rows_grad).copy_(grad.narrow(0, 0, rows));
+  }
+  if (given(probs)) {
+    // What the kernels store for a slot that they skip is not documented: it is 0.
+    probs_grad = weights_grad.narrow(0, 0, tokens).masked_fill(missing.view_as(probs_grad), 0);
+  }
+  return {rows_grad, probs_grad};
+}
+
+} // namespace
+} // namespace moe::npu
+
+MOE_KERNELS(PrivateUse1, m) {
+  m.impl("token_unpermute", TORCH_FN(moe::npu::token_unpermute));
+  m.impl("token_unpermute_grad", TORCH_FN(moe::npu::token_unpermute_grad));
+}
