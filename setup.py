@@ -142,4 +142,9 @@ NPU_VERSION = importlib.metadata.version("torch_npu") if NPU_WHEEL is not None e
 print(f"{PACKAGE}: torch {torch.__version__}, torch_npu {NPU_VERSION or 'none'}")
 print(f"{PACKAGE}: flags: {' '.join(compile_flags())}")
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
+    # Apart, so that no build without NPU kernels packs those that an earlier build left behind.
+    options={"build": {"build_base": "build/npu" if NPU_WHEEL is not None else "build/cpu"}},
+)

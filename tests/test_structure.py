@@ -10,6 +10,7 @@ PIECES = [
     "csrc/ops/{}.h",
     "csrc/ops/{}.cpp",
     "csrc/ops/cpu/{}.cpp",
+    "csrc/ops/npu/{}.cpp",
     "src/torch_moe_ops/ops/{}.py",
     "src/torch_moe_ops/reference/{}.py",
     "tests/ops/test_{}.py",

@@ -64,13 +64,13 @@ Tensor safe_index(const ArgChecks& check, const Tensor& index, const char* arg, 
   return as_int32(at::clamp(index, low, high - 1)); // in the dtype of the index: int64 values may not fit an int32
 }
 
-Tensor missing_slots(const Tensor& index, int64_t rows) {
-  return at::logical_or(at::lt(index, 0), at::ge(index, rows));
+Tensor skip_negative(const Tensor& row_map, int64_t end) {
+  return at::masked_fill(row_map, at::lt(row_map, 0), end);
 }
 
-Tensor skip_missing_rows(const ArgChecks& check, const Tensor& index, const char* arg, int64_t rows, int64_t high) {
-  check_range(check, index, arg, cpu::kNoRow, high);
-  return as_int32(at::masked_fill(index, missing_slots(index, rows), rows));
+Tensor missing_slots(const Tensor& row_map, int64_t rows, int64_t limit) {
+  const Tensor negative = at::lt(row_map, 0);
+  return rows < limit ? at::logical_or(negative, at::ge(row_map, rows)) : negative;
 }
 
 Tensor as_matrix(const Tensor& rows) {

@@ -30,12 +30,12 @@ Tensor as_int32(const Tensor& index);
 // from outside raises IndexError with MOE_OPS_CHECK_INDICES=1, and is moved to the nearest end without.
 Tensor safe_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
 
-// Row maps in which a slot may have no row. `high`: rows from here on are wrong, as -2 is. Every slot that does not
-// point into [0, rows) comes out as `rows`, where the kernels that know no -1 skip it.
-Tensor skip_missing_rows(const ArgChecks& check, const Tensor& index, const char* arg, int64_t rows, int64_t high);
+// An int32 row map for the kernels that skip rows past the end and know no -1: negative rows become `end`.
+Tensor skip_negative(const Tensor& row_map, int64_t end);
 
-// True for the slots whose row is not in [0, rows).
-Tensor missing_slots(const Tensor& index, int64_t rows);
+// True for the slots without a row: negative ones, and rows from `rows` on if the map may name such, which it does up
+// to `limit` (exclusive).
+Tensor missing_slots(const Tensor& row_map, int64_t rows, int64_t limit);
 
 // With MOE_OPS_CHECK_INDICES=1 an IndexError for the first value outside [low, high); nothing otherwise.
 void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);

@@ -1,7 +1,8 @@
-"""Runs the NPU tests on the stand-in for CANN: ``python tests/npu/run.py [--full] [pytest arguments]``.
+"""Runs the NPU tests on the stand-in for CANN: ``python tests/npu/run.py [--full] [arguments]``.
 
-Builds the stand-in first. pytest-xdist starts one worker for each setting, and each runs every test:
-``[gw2]`` in pytest's output is the third setting of the list that is printed.
+Builds the stand-in first. pytest-xdist starts one worker for each setting, and each runs every
+test: ``[gw2]`` in pytest's output is the third setting of the list that is printed. Further
+arguments go to pytest.
 """
 
 from __future__ import annotations

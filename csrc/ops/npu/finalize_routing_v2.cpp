@@ -59,16 +59,9 @@ struct FinalizeInputs {
   OptionalTensor expert_idx;
 };
 
-// Which slots of the (T, K) tensors have no row, from a map in either order.
-Tensor missing_by_token(const Tensor& row_idx, int64_t rows, int64_t top_k, bool k_major) {
-  const Tensor missing = missing_slots(row_idx, rows);
+// A mask of slots as the (T, K) tensors have them, from one in the order of the row map.
+Tensor by_token(const Tensor& missing, int64_t top_k, bool k_major) {
   return k_major ? missing.view({top_k, -1}).t() : missing.view({-1, top_k});
-}
-
-void mask_scales(FinalizeInputs& inputs, const Tensor& missing) {
-  if (given(inputs.scales)) {
-    inputs.scales = inputs.scales->masked_fill(missing, 0);
-  }
 }
 
 // Drop/pad modes: the kernels leave out slots of -1, but for 0 * scale at odd k on A2 and A3, where a NaN scale shows.
@@ -76,8 +69,9 @@ void prepare_drop_pad(const ArgChecks& check, FinalizeInputs& inputs, int64_t to
   const int64_t experts = inputs.expanded_x.size(0);
   const int64_t rows = experts * inputs.expanded_x.size(1);
   inputs.row_idx = safe_index(check, inputs.row_idx, "expanded_row_idx", -1, rows);
-  if (!is_950(kFinalize)) {
-    mask_scales(inputs, missing_by_token(inputs.row_idx, rows, top_k, k_major));
+  if (given(inputs.scales) && !is_950(kFinalize)) {
+    const Tensor missing = missing_slots(inputs.row_idx, rows, rows);
+    inputs.scales = inputs.scales->masked_fill(by_token(missing, top_k, k_major), 0);
   }
   if (given(inputs.bias)) {
     // The kernels want at least as many experts as choices. More experts than there are change no row's number.
@@ -90,9 +84,11 @@ void prepare_drop_pad(const ArgChecks& check, FinalizeInputs& inputs, int64_t to
 // Dropless modes with rows cut off: Ascend 950 leaves out slots without a row; A2 and A3 want a row for every slot, so
 // the missing ones are zeros, with weight 0 and a bias of zeros.
 void prepare_cut_off(FinalizeInputs& inputs, int64_t top_k, bool k_major, int64_t slots) {
-  const Tensor missing = missing_by_token(inputs.row_idx, inputs.expanded_x.size(0), top_k, k_major);
+  const Tensor missing = by_token(missing_slots(inputs.row_idx, inputs.expanded_x.size(0), slots), top_k, k_major);
   inputs.expanded_x = padded(inputs.expanded_x, 0, slots);
-  mask_scales(inputs, missing);
+  if (given(inputs.scales)) {
+    inputs.scales = inputs.scales->masked_fill(missing, 0);
+  }
   if (given(inputs.bias)) {
     const int64_t experts = inputs.bias->size(0);
     inputs.bias = padded(inputs.bias, 0, experts + 1);
@@ -213,8 +209,8 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
       drop_pad ? int64_t{0} : rows, expert_num.expect_int(), expert_capacity.expect_int(), out, weights_grad);
   if (given(scales)) {
     // The kernel gives a slot without a row the part of the bias, which the forward has left out.
-    const Tensor missing = missing_slots(expanded_row_idx, rows).view_as(weights_grad);
-    scales_grad = weights_grad.masked_fill(missing, 0).to(scales_grad.scalar_type());
+    const Tensor missing = missing_slots(index, rows, limit);
+    scales_grad = weights_grad.masked_fill(missing.view_as(weights_grad), 0).to(scales_grad.scalar_type());
   }
   return {out.to(rows_grad.scalar_type()), scales_grad};
 }

@@ -54,12 +54,15 @@ Tensor token_permute_grad(
   }
   const int64_t rows = permuted_output_grad.size(0);
   const int64_t slots = sorted_indices.numel();
+  const int64_t limit = std::max(rows, slots); // rows from `rows` on are cut off
+  check_range(check, sorted_indices, "sorted_indices", -1, limit);
   if (permuted_output_grad.numel() == 0 || slots == 0) {
-    check_range(check, sorted_indices, "sorted_indices", -1, std::max(rows, slots));
     return grad.zero_();
   }
-  // The kernels skip rows past the end; not all of them skip -1.
-  const Tensor index = skip_missing_rows(check, sorted_indices, "sorted_indices", rows, std::max(rows, slots));
+  Tensor index = as_int32(sorted_indices);
+  if (!is_950(kPermuteGrad)) {
+    index = skip_negative(index, limit);
+  }
   launch<MoeTokenPermuteGrad>(kPermuteGrad, as_matrix(permuted_output_grad), index, top_k, false, as_matrix(grad));
   return grad;
 }

@@ -2,8 +2,8 @@
 // Contract: ../token_unpermute.h.
 #include "../token_unpermute.h"
 
+#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/eq.h>
-#include <ATen/ops/logical_or.h>
 #include <ATen/ops/masked_fill.h>
 #include <ATen/ops/zeros.h>
 
@@ -35,6 +35,17 @@ int64_t row_limit(const Tensor& permuted_tokens, const Tensor& sorted_indices) {
   return std::max(permuted_tokens.size(0), sorted_indices.numel());
 }
 
+// A2 and A3 skip rows past the end and slots of weight 0. Ascend 950 skips rows past the end and -1, but no other
+// negative row, and multiplies by a weight of 0, which would let NaN through.
+Tensor npu_row_map(const Tensor& sorted_indices, const OptionalTensor& probs, int64_t limit) {
+  const Tensor index = as_int32(sorted_indices);
+  if (!is_950(kUnpermute)) {
+    return skip_negative(index, limit);
+  }
+  const Tensor skippable = at::clamp_min(index, -1);
+  return given(probs) ? at::masked_fill(skippable, at::eq(probs->flatten(), 0), -1) : skippable;
+}
+
 Tensor token_unpermute(
     const Tensor& permuted_tokens,
     const Tensor& sorted_indices,
@@ -44,17 +55,12 @@ Tensor token_unpermute(
   Tensor output = token_unpermute_output(permuted_tokens, sorted_indices, probs, padded_mode);
   constexpr ArgChecks check(kUnpermute);
   check_npu_unpermute(check, permuted_tokens, probs);
-  const int64_t rows = permuted_tokens.size(0);
   const int64_t limit = row_limit(permuted_tokens, sorted_indices);
+  check_range(check, sorted_indices, "sorted_indices", -1, limit);
   if (permuted_tokens.numel() == 0 || output.numel() == 0) {
-    check_range(check, sorted_indices, "sorted_indices", -1, limit);
     return output.zero_();
   }
-  Tensor index = skip_missing_rows(check, sorted_indices, "sorted_indices", rows, limit);
-  if (given(probs) && is_950(kUnpermute)) {
-    // A2 and A3 leave out slots of weight 0; here 0 * NaN would come through.
-    index = at::masked_fill(index, at::eq(probs->flatten(), 0), rows);
-  }
+  const Tensor index = npu_row_map(sorted_indices, probs, limit);
   launch<MoeTokenUnpermute>(kUnpermute, as_matrix(permuted_tokens), index, probs, false, kNoShape, as_matrix(output));
   return output;
 }
@@ -90,16 +96,16 @@ std::tuple<Tensor, Tensor> token_unpermute_grad(
   check_npu_unpermute(check, permuted_tokens, probs);
   const int64_t rows = permuted_tokens.size(0);
   const int64_t tokens = unpermuted_tokens_grad.size(0);
+  const int64_t limit = row_limit(permuted_tokens, sorted_indices);
+  check_range(check, sorted_indices, "sorted_indices", -1, limit);
+  check_named_once(check, sorted_indices, "sorted_indices", rows);
   rows_grad.zero_(); // the kernel leaves rows that no slot names as they are
   if (permuted_tokens.numel() == 0 || tokens == 0) {
-    check_range(check, sorted_indices, "sorted_indices", -1, row_limit(permuted_tokens, sorted_indices));
     return {rows_grad, probs_grad.zero_()};
   }
   const SquareGrad square(rows, tokens, sorted_indices.numel() / tokens);
-  const Tensor missing = missing_slots(sorted_indices, rows);
-  const Tensor index =
-      skip_missing_rows(check, sorted_indices, "sorted_indices", rows, row_limit(permuted_tokens, sorted_indices));
-  check_named_once(check, sorted_indices, "sorted_indices", rows);
+  const Tensor row_map = as_int32(sorted_indices);
+  const Tensor index = is_950(kUnpermuteGrad) ? row_map : skip_negative(row_map, square.rows);
   const bool is_square = square.rows == rows;
   const Tensor grad =
       is_square ? as_matrix(rows_grad) : at::zeros({square.rows, rows_grad[0].numel()}, rows_grad.options());
@@ -115,7 +121,8 @@ std::tuple<Tensor, Tensor> token_unpermute_grad(
   }
   if (given(probs)) {
     // What the kernels store for a slot that they skip is not documented: it is 0.
-    probs_grad = weights_grad.narrow(0, 0, tokens).masked_fill(missing.view_as(probs_grad), 0);
+    probs_grad =
+        weights_grad.narrow(0, 0, tokens).masked_fill(missing_slots(row_map, rows, limit).view_as(probs_grad), 0);
   }
   return {rows_grad, probs_grad};
 }
