@@ -19,7 +19,7 @@ from pathlib import Path
 # A machine with torch_npu but no CANN cannot even import torch unless backends stay unloaded.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 try:
     import torch
@@ -84,38 +84,35 @@ def sanitizer_flags() -> list[str]:
     return [f"-fsanitize={names}", "-fno-omit-frame-pointer", "-g"] if names else []
 
 
-def extension(name: str, files: list[str], system_includes: list[str], **options) -> CppExtension:
-    """One library of the package. -isystem: our own warnings, not those of others' headers."""
-    includes = [f"-isystem{path}" for path in [*include_paths(), *system_includes]]
-    link_flags = ["-Wl,--no-undefined-version", *sanitizer_flags(), *options.pop("link_flags", [])]
+def extension(
+    name: str, files: list[str], npu_wheel: Path | None = None, link_flags: tuple[str, ...] = ()
+) -> Extension:
+    """One library of the package, linked to torch_npu if its wheel is given."""
+    headers = include_paths()
+    if npu_wheel is not None:
+        headers += [f"{npu_wheel}/include", f"{npu_wheel}/include/third_party/acl/inc"]
+    # -isystem: our own warnings, not those of others' headers.
+    flags = compile_flags() + [f"-isystem{path}" for path in headers]
     return CppExtension(
         f"{PACKAGE}.{name}",
         files,
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": compile_flags() + includes},
+        library_dirs=[] if npu_wheel is None else [str(npu_wheel / "lib")],
+        libraries=[] if npu_wheel is None else ["torch_npu"],
+        extra_compile_args={"cxx": flags},
         # OpenMP comes with torch: linking another copy would bring a second thread pool.
-        extra_link_args=link_flags,
-        **options,
+        extra_link_args=["-Wl,--no-undefined-version", *link_flags, *sanitizer_flags()],
     )
 
 
-def extensions() -> list[CppExtension]:
+def extensions() -> list[Extension]:
     """_C, and _C_npu where torch_npu is."""
     cpu_files, npu_files = sources()
-    libraries = [extension("_C", cpu_files, [])]
+    libraries = [extension("_C", cpu_files)]
     if NPU_WHEEL is not None:
-        includes = NPU_WHEEL / "include"
-        libraries.append(
-            extension(
-                "_C_npu",
-                npu_files,
-                [str(includes), str(includes / "third_party/acl/inc")],
-                library_dirs=[str(NPU_WHEEL / "lib")],
-                libraries=["torch_npu"],
-                # libtorch_npu.so needs libraries of CANN, which need not be here.
-                link_flags=["-Wl,--allow-shlib-undefined"],
-            )
-        )
+        # libtorch_npu.so needs libraries of CANN, which need not be here.
+        flags = ("-Wl,--allow-shlib-undefined",)
+        libraries.append(extension("_C_npu", npu_files, NPU_WHEEL, flags))
     return libraries
 
 

@@ -54,7 +54,6 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
   m.def("install_npu_entry", &moe::install_npu_entry, "Makes calls on NPU tensors load the NPU kernels.");
-  m.def("remove_npu_entry", &moe::remove_npu_entry, "Makes room for the NPU kernels.");
   m.attr("compiler") = moe::compiler();
   m.attr("cxx_standard") = __cplusplus;
   m.attr("openmp") = moe::has_openmp();

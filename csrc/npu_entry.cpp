@@ -1,4 +1,7 @@
 // What the operators do with an NPU tensor while the NPU kernels are not loaded. Contract: npu_entry.h.
+//
+// The entry is registered for the alias key of all backends, which a kernel for PrivateUse1 itself outranks: it takes
+// over without a moment in which another thread would find neither, and so torch_npu's fallback.
 #include "npu_entry.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -29,40 +32,45 @@ bool allows_cpu_fallback() {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-void warn_once(const std::string& op, const std::string& reason) {
+bool is_first_warning(const std::string& op) {
   static std::mutex mutex;
   static std::set<std::string> warned;
   const std::lock_guard lock(mutex);
-  if (warned.insert(op).second) {
-    TORCH_WARN(op, ": runs on the CPU, with copies there and back (MOE_OPS_ALLOW_CPU_FALLBACK=1): ", reason);
-  }
+  return warned.insert(op).second;
 }
 
-void load_and_call_again(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::string reason = load_npu_kernels();
-  if (reason.empty()) {
-    op.callBoxed(stack);
-    return;
-  }
+void load_and_call_again(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const std::string& name = op.operator_name().name;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      keys.has_backend(c10::BackendComponent::PrivateUse1Bit), name,
+      ": the tensors must be on the CPU, an NPU or the meta device, got ", toString(keys.highestPriorityTypeId()));
+  std::string reason = load_npu_kernels();
+  if (reason.empty()) {
+    if (op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      op.callBoxed(stack);
+      return;
+    }
+    reason = "none is registered for this operator";
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       allows_cpu_fallback(), name, ": the NPU kernels cannot be used: ", reason,
       " (`python -m torch_moe_ops.info` shows what is there; MOE_OPS_ALLOW_CPU_FALLBACK=1 runs the CPU kernel "
       "instead)");
-  warn_once(name, reason);
+  if (is_first_warning(name)) {
+    TORCH_WARN(name, ": runs on the CPU, with copies there and back (MOE_OPS_ALLOW_CPU_FALLBACK=1): ", reason);
+  }
   at::native::cpu_fallback(op, stack);
-}
-
-std::unique_ptr<torch::Library>& entry() {
-  static std::unique_ptr<torch::Library> library;
-  return library;
 }
 
 } // namespace
 
 void install_npu_entry() {
-  auto library =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "moe", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static std::unique_ptr<torch::Library> library;
+  if (library != nullptr) {
+    return; // the package is being reloaded
+  }
+  library = std::make_unique<torch::Library>(
+      torch::Library::IMPL, "moe", c10::DispatchKey::CompositeExplicitAutogradNonFunctional, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     // Without arguments there is no tensor whose device could choose.
@@ -70,11 +78,6 @@ void install_npu_entry() {
       library->impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&load_and_call_again>());
     }
   }
-  entry() = std::move(library);
-}
-
-void remove_npu_entry() {
-  entry().reset();
 }
 
 } // namespace moe

@@ -9,7 +9,4 @@ namespace moe {
 
 void install_npu_entry();
 
-// Makes room for the kernels of _C_npu. Without effect if nothing is installed.
-void remove_npu_entry();
-
 } // namespace moe

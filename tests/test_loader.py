@@ -1,6 +1,8 @@
 """Importing the package: from where, how often, against which torch. One process for each case."""
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torch_moe_ops
+from torch_moe_ops import info
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torch_moe_ops.__file__).parent
@@ -122,18 +125,130 @@ def test_build_without_torch_names_the_command(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_info_lists_every_operator() -> None:
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("1", "MOE_OPS_BUILD_NPU=1 builds NPU kernels"),
+        ("2", "MOE_OPS_BUILD_NPU must be auto, 0 or 1, got 2"),
+        ("", "MOE_OPS_BUILD_NPU must be auto, 0 or 1, got "),
+    ],
+)
+def test_build_of_npu_kernels_that_cannot_be(value: str, told: str) -> None:
+    if value == "1" and importlib.util.find_spec("torch_npu") is not None:
+        pytest.skip("torch_npu is installed: they can be built")
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env={**os.environ, "MOE_OPS_BUILD_NPU": value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith(told)
+    assert ("pip install torch_npu==" in result.stderr) == (value == "1")
+    assert "Traceback" not in result.stderr
+
+
+# torch's device for tests in Python: its tensors have no data.
+TOY_BACKEND = """
+import torch, torch_moe_ops
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+print(torch_moe_ops._npu.status())
+_setup_privateuseone_for_python_backend("toy")
+x = torch._C._acc.create_empty_tensor((2, 3), torch.float32)
+for _ in range(2):
+    try:
+        torch_moe_ops.token_permute(x, x)
+    except NotImplementedError as error:
+        print(error)
+print(torch_moe_ops.token_permute(torch.ones(2, 3), torch.tensor([1, 0]))[0].sum().item())
+"""
+
+
+def test_another_privateuse1_backend_is_named() -> None:
+    status, first, second, total = run(
+        TOY_BACKEND, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    ).stdout.splitlines()
+    assert "built without them" in status or status == "torch_npu has not been imported"
+    assert first.startswith(
+        "moe::token_permute: the NPU kernels cannot be used: the PrivateUse1 backend of this "
+        "process is toy, not torch_npu ("
+    )
+    assert second == first
+    assert total == "6.0"
+
+
+def test_other_backend_of_the_cpu_is_refused_by_name() -> None:
+    result = run(
+        "import torch, torch_moe_ops\n"
+        "x = torch.quantize_per_tensor(torch.ones(2, 3), 1.0, 0, torch.quint8)\n"
+        "torch_moe_ops.token_permute(x, torch.tensor([1, 0]))"
+    )
+    assert last_line(result) == (
+        "NotImplementedError: moe::token_permute: the tensors must be on the CPU, an NPU or the "
+        "meta device, got QuantizedCPU"
+    )
+
+
+def run_info(path: str = str(PACKAGE.parent), **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "torch_moe_ops.info"],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_info_lists_every_operator() -> None:
+    lines = run_info().splitlines()
     for name in torch_moe_ops.ops.__all__:
-        (row,) = [line for line in result.stdout.splitlines() if line.split()[:1] == [name]]
+        (row,) = [line for line in lines if line.split()[:1] == [name]]
         assert row.split()[1:3] == ["yes", "yes"]
+
+
+def test_info_names_the_failure_of_torch_npu_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text(
+        "raise ImportError('libhccl.so: cannot open shared object file\\nand more')"
+    )
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    lines = run_info(path, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    assert lines[-1].startswith(
+        "NPU kernels: not usable: torch_npu cannot be imported: libhccl.so: cannot open shared "
+        "object file and more (CANN is not on the library path: source its set_env.sh."
+    )
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in lines[-1]
+    (row,) = [line for line in lines if line.split()[:1] == ["token_permute"]]
+    assert row.split()[3] == "no"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
+)
+def test_info_without_torch_npu_is_short() -> None:
+    lines = run_info(TORCH_DEVICE_BACKEND_AUTOLOAD="0", MOE_OPS_CHECK_INDICES="1").splitlines()
+    assert lines[2].split()[:3] == ["torch_npu", "not", "installed"]
+    assert any(line.startswith("  MOE_OPS_CHECK_INDICES=1  1: ") for line in lines)
+    assert not any("aclnn" in line for line in lines)
+    assert lines[-1].startswith("NPU kernels: not usable: torch_")
+    assert len(lines) < 40
+
+
+def test_info_knows_the_functions_that_the_npu_kernels_launch() -> None:
+    known: dict[str, set[str]] = {}
+    launched: dict[str, set[str]] = {}
+    for path in (ROOT / "csrc" / "ops" / "npu").glob("*.cpp"):
+        source = path.read_text()
+        launched[path.stem] = {f"aclnn{name}" for name in re.findall(r"launch<(\w+)>", source)}
+        ops = re.findall(r'm\.impl\("(\w+)"', source)
+        known[path.stem] = {name for op in ops for name in info.ACLNN_FUNCTIONS[op]}
+    assert launched
+    assert known == launched
+    assert set(info.ACLNN_FUNCTIONS) == set(torch_moe_ops.ops.__all__)
 
 
 HASH_RESULTS = """

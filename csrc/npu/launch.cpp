@@ -107,8 +107,8 @@ struct EarlierFailure {
   std::string message;
 
   static EarlierFailure& get() {
-    static EarlierFailure failure;
-    return failure;
+    static auto* failure = new EarlierFailure; // never destroyed: the queue's thread outlives main()
+    return *failure;
   }
 };
 
@@ -154,14 +154,12 @@ void Call::fail_phase1(Status status) const {
 }
 
 Status Call::run_phase2(Phase2 phase2, void* workspace, uint64_t workspace_size, aclrtStream stream) {
-  if (!status_.has_value()) {
-    status_ = phase2(workspace, workspace_size, handles_.take_executor(), stream);
-    if (*status_ != kSuccess) {
-      message_ = failure("phase 2", *status_);
-    }
-    handles_.release();
+  const Status status = phase2(workspace, workspace_size, handles_.take_executor(), stream);
+  if (status != kSuccess) {
+    message_ = failure("phase 2", status);
   }
-  return *status_;
+  handles_.release();
+  return status;
 }
 
 void Call::enqueue(const std::shared_ptr<Call>& call, Phase2 phase2, uint64_t workspace_size) {

@@ -68,9 +68,7 @@ class Call {
   const char* const* names_;
   std::vector<Argument> arguments_;
   Handles handles_;
-  // torch_npu repeats a call that ran out of memory, but an executor works once: the second time gets the same answer.
-  std::optional<Status> status_;
-  std::string message_;
+  std::string message_; // of a failed phase 2
   bool failed_inline_ = false; // read and written by the calling thread alone
 };
 

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 
 #include "../common/registration.h"
 #include "device.h"
@@ -46,12 +47,14 @@ struct Python<aclIntArray*> {
 template <typename Handle>
 struct Python<const Handle*> : Python<Handle*> {};
 
-template <typename Operator, typename... Parameters>
-void define(py::module_& m, AclnnOperator<Parameters...>) {
+template <typename Operator, typename... Parameters, size_t... Places>
+void define(py::module_& m, AclnnOperator<Parameters...>, std::index_sequence<Places...>) {
   m.def(
       Operator::kName,
       [](const typename Python<Parameters>::type&... arguments) { launch<Operator>(Operator::kName, arguments...); },
-      py::call_guard<py::gil_scoped_release>(), "The arguments of the C function, in its order; outputs are written.");
+      // No conversion: 1.5 is no bool, as it would be none in C.
+      py::arg(Operator::kArguments[Places]).noconvert()..., py::call_guard<py::gil_scoped_release>(),
+      "The arguments of the C function, in its order; outputs are written.");
 }
 
 // Library of each aclnn operator, empty where CANN has none.
@@ -59,6 +62,11 @@ std::map<std::string, std::string> operators() {
   std::map<std::string, std::string> found;
   for_each_operator([&](auto op) { found[op.kName] = library_of(op.kName); });
   return found;
+}
+
+template <typename Operator>
+void define_operator(py::module_& m, Operator op) {
+  define<Operator>(m, op, std::make_index_sequence<Operator::kNumArguments>());
 }
 
 } // namespace
@@ -71,5 +79,5 @@ PYBIND11_MODULE(_C_npu, m) {
   m.def("searched_libraries", &moe::npu::searched_libraries, "The operator libraries, in the order of search.");
   m.def("soc_name", &moe::npu::soc_name, "Name of the chip, as CANN's runtime has it.");
   m.def("cann_version", &moe::npu::cann_version_text, "The release of CANN.");
-  moe::npu::for_each_operator([&m](auto op) { moe::npu::define<decltype(op)>(m, op); });
+  moe::npu::for_each_operator([&m](auto op) { moe::npu::define_operator(m, op); });
 }

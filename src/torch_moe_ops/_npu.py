@@ -6,6 +6,8 @@ import importlib
 import sys
 import threading
 
+import torch
+
 from torch_moe_ops import _C
 from torch_moe_ops._build_info import TORCH_NPU_VERSION, TORCH_VERSION
 
@@ -14,12 +16,16 @@ _BUILD = (
     "<the torch_moe_ops source>"
 )
 
+NOT_IMPORTED = "torch_npu has not been imported"
+
+# Held while loading: a second first call waits for the outcome. Re-entrant, because the garbage
+# collector may run a call in the middle of it.
 _lock = threading.RLock()
 _outcome: str | None = None  # empty: loaded; None: not tried yet
 
 
 def start() -> None:
-    """Called once, at import: loads the kernels now if torch_npu is there, else at the first call.
+    """Called at import: loads the kernels now if torch_npu is there, else at the first call.
 
     A failure is kept for the first call on an NPU tensor; the CPU side works regardless.
     """
@@ -36,7 +42,7 @@ def load() -> str:
     """
     global _outcome
     with _lock:
-        if _outcome is None and "torch_npu" in sys.modules:
+        if _outcome is None and TORCH_NPU_VERSION and _has_torch_npu():
             _outcome = _load()
         return status()
 
@@ -45,9 +51,19 @@ def status() -> str:
     """What ``load`` would return, without loading anything: empty only if the kernels are there."""
     if _outcome is not None:
         return _outcome
+    backend = torch._C._get_privateuse1_backend_name()
+    if backend not in ("npu", "privateuseone"):
+        return f"the PrivateUse1 backend of this process is {backend}, not torch_npu"
     if not TORCH_NPU_VERSION:
         return f"torch_moe_ops was built without them. Build it where torch_npu is: {_BUILD}"
-    return "torch_npu has not been imported"
+    return "the first call on an NPU tensor will load them" if _has_torch_npu() else NOT_IMPORTED
+
+
+def _has_torch_npu() -> bool:
+    """False also while torch_npu is being imported: its version and library may not be there."""
+    module = sys.modules.get("torch_npu")
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
 
 
 def _release(version: str) -> str:
@@ -55,19 +71,15 @@ def _release(version: str) -> str:
 
 
 def _load() -> str:
-    if not TORCH_NPU_VERSION:
-        return status()
     found = str(getattr(sys.modules["torch_npu"], "__version__", "of unknown version"))
     if _release(found) != _release(TORCH_NPU_VERSION):
         return (
             f"they were built for torch_npu {TORCH_NPU_VERSION}, this is torch_npu {found}. "
             f"Install that version, or build again: {_BUILD}"
         )
-    _C.remove_npu_entry()
     try:
         importlib.import_module("torch_moe_ops._C_npu")
     except (ImportError, OSError) as error:
-        _C.install_npu_entry()
         return (
             f"the library built for torch {TORCH_VERSION} and torch_npu {TORCH_NPU_VERSION} "
             f"does not load: {error}. Build it again: {_BUILD}"

@@ -1,8 +1,13 @@
-"""``python -m torch_moe_ops.info``: what is usable on this machine, and why not where it is not."""
+"""``python -m torch_moe_ops.info``: what is usable on this machine, and why not where it is not.
+
+Unlike the package it imports torch_npu, where that is installed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -10,14 +15,35 @@ import platform
 import torch
 
 import torch_moe_ops
-from torch_moe_ops import _C, _build_info
+from torch_moe_ops import _C, _build_info, _npu
 
 # Dispatch key by backend, in the order of the table's columns.
 _BACKENDS = {"cpu": "CPU", "meta": "Meta", "npu": "PrivateUse1"}
 
+# The functions of CANN behind each operator: any one of them is enough.
+ACLNN_FUNCTIONS = {
+    "token_permute": ("aclnnMoeTokenPermute",),
+    "token_permute_grad": ("aclnnMoeTokenPermuteGrad",),
+    "token_unpermute": ("aclnnMoeTokenUnpermute",),
+    "token_unpermute_grad": ("aclnnMoeTokenUnpermuteGrad",),
+    "init_routing_v2": ("aclnnMoeInitRoutingV2",),
+    "init_routing_v2_grad": ("aclnnMoeInitRoutingV2Grad",),
+    "finalize_routing_v2": ("aclnnMoeFinalizeRoutingV2",),
+    "finalize_routing_v2_grad": ("aclnnMoeFinalizeRoutingV2Grad",),
+    "grouped_matmul": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
+    "grouped_matmul_weight_grad": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
+}
+
 _SWITCHES = {
     "MOE_OPS_CPU_CAPABILITY": "default, avx2 or avx512: instruction set of the CPU kernels",
+    "MOE_OPS_CHECK_INDICES": "1: NPU kernels check index values, and wait for the device to do so",
+    "MOE_OPS_ALLOW_CPU_FALLBACK": "1: without NPU kernels, NPU tensors go through the CPU kernels",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: `import torch` does not load torch_npu",
+    "ASCEND_HOME_PATH": "where CANN is; its set_env.sh sets it",
+    "ASCEND_OPP_PATH": "CANN's operator packages; operators of vendors/ come before CANN's own",
+    "ASCEND_CUSTOM_OPP_PATH": "further operator packages, which come before all others",
+    "TASK_QUEUE_ENABLE": "0: torch_npu launches at once, so an error is raised by the call itself",
+    "ASCEND_LAUNCH_BLOCKING": "1: every launch waits for the device, as for debugging",
 }
 
 
@@ -27,12 +53,11 @@ def op_names() -> list[str]:
 
 
 def backend_status(op: str, backend: str) -> str:
-    """``yes``, or why ``moe::<op>`` cannot run on ``cpu``, ``meta`` or ``npu`` tensors."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"moe::{op}", _BACKENDS[backend]):
-        return "yes"
+    """``yes`` or ``no``: whether ``moe::<op>`` can run on ``cpu``, ``meta`` or ``npu`` tensors."""
+    usable = torch._C._dispatch_has_kernel_for_dispatch_key(f"moe::{op}", _BACKENDS[backend])
     if backend == "npu":
-        return "no: this version has no NPU kernels"
-    return "no: not registered"
+        usable = usable and not _npu.status() and not missing_functions(op)
+    return "yes" if usable else "no"
 
 
 def autograd_status(op: str) -> str:
@@ -41,13 +66,45 @@ def autograd_status(op: str) -> str:
     return "yes" if registered else "no"
 
 
+def missing_functions(op: str) -> tuple[str, ...]:
+    """The functions of CANN of which ``op`` needs one, if there is none; with NPU kernels only."""
+    from torch_moe_ops import _C_npu
+
+    found = _C_npu.operators()
+    names = ACLNN_FUNCTIONS[op]
+    return () if any(found[name] for name in names) else names
+
+
+def import_torch_npu() -> str:
+    """Imports torch_npu and loads the NPU kernels. Empty, or one line: why they cannot be used."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        try:
+            importlib.import_module("torch_npu")
+        except Exception as error:  # whatever it is, it is what this command is asked for
+            return f"torch_npu cannot be imported: {_one_line(error)}"
+    reason = _npu.load()
+    if reason == _npu.NOT_IMPORTED:
+        return "torch_npu is not installed"
+    return reason
+
+
+def _one_line(error: Exception) -> str:
+    line = " ".join(str(error).split()) or type(error).__name__
+    if "libhccl.so" in line:
+        line += (
+            " (CANN is not on the library path: source its set_env.sh. On a machine without CANN "
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, or `import torch` fails too)"
+        )
+    return line
+
+
 def versions() -> dict[str, str]:
     """Versions and build facts, as printed by the command."""
-    has_npu = importlib.util.find_spec("torch_npu") is not None
+    built_for_npu = _build_info.TORCH_NPU_VERSION or "none"
     return {
         "torch_moe_ops": torch_moe_ops.__version__,
         "torch": f"{torch.__version__} (built for {_build_info.TORCH_VERSION})",
-        "torch_npu": "installed" if has_npu else "not installed",
+        "torch_npu": f"{_torch_npu_version()} (built for {built_for_npu})",
         "python": platform.python_version(),
         "machine": platform.machine(),
         "compiler": f"{_C.compiler}, C++ {_C.cxx_standard}",
@@ -56,6 +113,15 @@ def versions() -> dict[str, str]:
         "cpu kernels": _cpu_capability(),
         "library": str(_C.__file__),
     }
+
+
+def _torch_npu_version() -> str:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "not installed"
+    try:
+        return importlib.metadata.version("torch_npu")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return "of unknown version"
 
 
 def _cpu_capability() -> str:
@@ -72,9 +138,29 @@ def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def _print_npu() -> None:
+    """Chip, CANN, and where each function was found; the NPU kernels are loaded."""
+    from torch_moe_ops import _C_npu
+
+    devices = torch.get_device_module("npu").device_count()
+    print(f"\nNPU kernels: loaded from {_C_npu.__file__}")
+    print(f"  chip           {_C_npu.soc_name()}, {devices} of them")
+    print(f"  release        {_C_npu.cann_version()}")
+    for library in _C_npu.searched_libraries():
+        print(f"  searched       {library}")
+    print()
+    found = _C_npu.operators()
+    _print_table(
+        ("operator", "needs", "found in"),
+        [(op, name, found[name] or "missing") for op in op_names() for name in ACLNN_FUNCTIONS[op]],
+    )
+    print("Of several functions for one operator, the first that is found is used.")
+
+
 def main() -> None:
-    """Prints versions, environment switches and the table of operators."""
+    """Prints versions, environment switches, the table of operators, and what the NPU has."""
     argparse.ArgumentParser(prog="python -m torch_moe_ops.info", description=__doc__).parse_args()
+    reason = import_torch_npu()
     for name, value in versions().items():
         print(f"{name:14}{value}")
     print("\nenvironment switches")
@@ -88,6 +174,10 @@ def main() -> None:
             for op in op_names()
         ],
     )
+    if reason:
+        print(f"\nNPU kernels: not usable: {reason}")
+    else:
+        _print_npu()
 
 
 if __name__ == "__main__":

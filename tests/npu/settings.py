@@ -76,12 +76,12 @@ FULL = tuple(
         release,
         queue,
         streams,
-        unsettled=unsettled,
-        check_indices=queue == "0" and not unsettled,
+        unsettled=number % 2 == 1,
+        check_indices=queue == "0" and streams == "0",
         blocking=blocking,
         caching=streams != "0",
     )
-    for product, release, (queue, streams, blocking), unsettled in itertools.product(
-        SOC, RELEASES, _MODES, (False, True)
+    for number, (product, release, (queue, streams, blocking)) in enumerate(
+        itertools.product(SOC, RELEASES, _MODES)
     )
 )

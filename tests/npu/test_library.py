@@ -6,8 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import torch_moe_ops
 import torch_npu
+
+import torch_moe_ops
 
 LIBRARY = next(Path(torch_moe_ops.__file__).parent.glob("_C_npu*.so"))
 WHEEL = Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so"

@@ -38,6 +38,7 @@ def matmul_samples(dtype: torch.dtype) -> list[Sample]:
         Sample("odd sizes", (v(7, 37), v(3, 37, 5), counts(1, 0, 6))),
         Sample("wide", (v(3, 130), v(2, 130, 1), counts(2, 1))),
         Sample("one wide", (v(3, 1), v(2, 1, 1), counts(1, 2))),
+        Sample("one row", (v(1, 3), v(2, 3, 5), counts(0, 1))),
         Sample("no rows", (v(0, 3), v(4, 3, 2), counts(0, 0, 0, 0))),
         Sample("no rows, totals", (v(0, 3), v(2, 2, 3), counts(0, 0)), {**TOTALS, **TRANS}),
         Sample("no experts", (v(0, 3), v(0, 3, 2), counts())),

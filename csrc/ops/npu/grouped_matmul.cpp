@@ -103,11 +103,12 @@ Tensor grouped_outer(
     const Tensor& left, const Tensor& right, const Tensor& list, int64_t list_type, const Tensor& grad) {
   const int64_t rows = std::max<int64_t>(left.size(1), 2);
   const int64_t columns = std::max<int64_t>(right.size(1), 2);
+  const int64_t inner = std::max<int64_t>(left.size(0), 2); // the group list leaves an added row out
   const bool widened = rows != grad.size(1) || columns != grad.size(2);
   const Tensor product = widened ? at::empty({grad.size(0), rows, columns}, grad.options()) : grad;
   launch_grouped_matmul(
-      kWeightGrad, packed(padded(left, 1, rows)).t(), packed(padded(right, 1, columns)), list, kSplitInner, list_type,
-      product);
+      kWeightGrad, packed(padded(padded(left, 0, inner), 1, rows)).t(),
+      packed(padded(padded(right, 0, inner), 1, columns)), list, kSplitInner, list_type, product);
   return widened ? product.narrow(1, 0, grad.size(1)).narrow(2, 0, grad.size(2)).contiguous() : grad;
 }
 

@@ -75,12 +75,13 @@ struct SquareGrad {
       : tokens(std::max(num_tokens, (num_rows + top_k - 1) / top_k)), rows(tokens * top_k) {}
 };
 
-// Without probs the rows are not read. Releases before 9.1 and Ascend 950 want them all the same.
-OptionalTensor rows_to_read(const Tensor& permuted_tokens, const SquareGrad& square, bool with_probs) {
-  if (with_probs || is_950(kUnpermuteGrad) || !cann_at_least(9, 1)) {
-    return padded(as_matrix(permuted_tokens), 0, square.rows);
+// Without probs the rows are not read. Releases before 9.1 and Ascend 950 want a tensor of their shape all the same,
+// for which the output serves: the autograd formula keeps no rows for it.
+OptionalTensor rows_to_read(const Tensor& permuted_tokens, const Tensor& grad, bool with_probs) {
+  if (with_probs) {
+    return padded(as_matrix(permuted_tokens), 0, grad.size(0));
   }
-  return std::nullopt;
+  return is_950(kUnpermuteGrad) || !cann_at_least(9, 1) ? OptionalTensor(grad) : std::nullopt;
 }
 
 std::tuple<Tensor, Tensor> token_unpermute_grad(
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor> token_unpermute_grad(
   const Tensor weights_grad =
       given(probs) ? at::empty({square.tokens, probs->size(1)}, probs->options()) : at::empty({}, rows_grad.options());
   launch<MoeTokenUnpermuteGrad>(
-      kUnpermuteGrad, rows_to_read(permuted_tokens, square, given(probs)),
+      kUnpermuteGrad, rows_to_read(permuted_tokens, grad, given(probs)),
       padded(as_matrix(unpermuted_tokens_grad), 0, square.tokens), padded(index, 0, square.rows, square.rows),
       padded(probs, 0, square.tokens), false, kNoShape, grad, weights_grad);
   if (!is_square) {
