@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <torch_npu/csrc/core/npu/NPUFormat.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
@@ -149,6 +150,27 @@ std::string Call::failure(const char* phase, Status status) const {
   return text.str();
 }
 
+void Call::check_tensor(const at::Tensor& tensor) const {
+  if (!tensor.defined()) {
+    return;
+  }
+  TORCH_CHECK(
+      tensor.is_privateuseone(), "moe::", op_, ": ", names_[arguments_.size() - 1], " must be on an NPU, got ",
+      tensor.device());
+  const int64_t format = at_npu::native::get_npu_format(tensor);
+  switch (format) {
+    case ACL_FORMAT_ND:
+    case ACL_FORMAT_NCL:
+    case ACL_FORMAT_NCHW:
+    case ACL_FORMAT_NCDHW:
+      return;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          false, "moe::", op_, ": ", names_[arguments_.size() - 1], " must be in a plain format, got format ", format,
+          " (29 is FRACTAL_NZ); torch_npu.npu_format_cast(tensor, 2) makes a plain copy");
+  }
+}
+
 void Call::fail_phase1(Status status) const {
   TORCH_CHECK(false, failure("phase 1 (GetWorkspaceSize)", status));
 }
@@ -192,6 +214,7 @@ void Call::enqueue(const std::shared_ptr<Call>& call, Phase2 phase2, uint64_t wo
 
 aclTensor* Convert<aclTensor*>::from(Call& call, const at::Tensor& tensor) {
   call.add(tensor.defined() ? describe(Argument::Kind::Tensor, tensor) : Argument());
+  call.check_tensor(tensor);
   return call.handles().tensor(tensor);
 }
 
@@ -205,6 +228,9 @@ aclTensor* Convert<aclTensor*>::from(Call& call, std::nullptr_t) {
 
 aclTensorList* Convert<aclTensorList*>::from(Call& call, const Tensors& tensors) {
   call.add(describe(Argument::Kind::TensorList, tensors));
+  for (const auto& tensor : tensors) {
+    call.check_tensor(tensor);
+  }
   return call.handles().list(tensors);
 }
 

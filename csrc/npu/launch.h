@@ -50,6 +50,9 @@ class Call {
   void add(Argument argument) {
     arguments_.push_back(std::move(argument));
   }
+  // For the argument that was added last: raises for a tensor that is on no NPU, or in a format (FRACTAL_NZ, say) whose
+  // bytes are not where sizes and strides tell.
+  void check_tensor(const at::Tensor& tensor) const;
 
   // Before phase 1: state of this thread that CANN reads there.
   static void prepare_thread();
@@ -68,7 +71,7 @@ class Call {
   const char* const* names_;
   std::vector<Argument> arguments_;
   Handles handles_;
-  std::string message_; // of a failed phase 2
+  std::string message_;        // of a failed phase 2
   bool failed_inline_ = false; // read and written by the calling thread alone
 };
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import torch_moe_ops  # noqa: F401
+import torch_moe_ops
 from tests.cann.bootstrap import Standin
 from tests.npu import plugin
 from tests.npu.settings import SAMPLED, SOC
@@ -224,6 +225,19 @@ def test_float64(name: str) -> None:
 
 
 # ---- deterministic mode -------------------------------------------------------------------------
+def test_private_format() -> None:
+    """A tensor that torch_npu keeps in a format of its own, where strides do not tell the place."""
+    torch.npu.config.allow_internal_format = True
+    weight = torch_npu.empty_with_format((2, 32, 32), device="npu", acl_format=29)
+    torch.npu.config.allow_internal_format = False  # the default
+    x, counts = torch.ones(3, 32).npu(), torch.tensor([1, 2]).npu()
+    with pytest.raises(NotImplementedError) as caught:
+        torch_moe_ops.grouped_matmul(x, weight, counts)
+    assert str(caught.value).startswith(
+        "moe::grouped_matmul: weight must be in a plain format, got format 29 (29 is FRACTAL_NZ)"
+    )
+
+
 def test_deterministic_mode(standin: Standin) -> None:
     """CANN is told at every call, in the thread of the caller."""
     before = torch.are_deterministic_algorithms_enabled()

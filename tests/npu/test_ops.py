@@ -86,6 +86,14 @@ class _Parametrized:
             metafunc.parametrize("layout", LAYOUTS)
 
 
+def with_some(tensor: Tensor, value: float, first: int) -> Tensor:
+    """A copy with the value in every other row."""
+    changed = tensor.clone()
+    if tensor.numel() > 0:
+        changed.view(-1, tensor.shape[-1])[first::2] = value
+    return changed
+
+
 def sample_of(op: str, name: str, dtype: torch.dtype = torch.float32) -> Sample:
     return next(s for s in SUITES[op].samples(dtype) if s.name == name)
 
@@ -120,6 +128,35 @@ class TestOps(_Parametrized):
             assert_same_bits(outputs, on_cpu)
         gradients = run_on_npu(gradients_of, function, sample, upstream)
         assert_rounded_once(gradients, gradients_of(definition), sample, upstream)
+
+    @pytest.mark.parametrize(
+        ("value", "first"), [(float("nan"), 0), (float("nan"), 1), (float("inf"), 0)]
+    )
+    def test_special_values(self, op: str, name: str, value: float, first: int) -> None:
+        """NaN and inf reach what they reach on the CPU: nothing from where a slot was dropped."""
+        if (op, name) in BEYOND_NPU:
+            pytest.skip(BEYOND_NPU[op, name])
+        sample = sample_of(op, name)
+        if has_float64(sample):
+            return
+        function = getattr(torch_moe_ops, op)
+        upstream = upstream_for(sample.call(function))
+        for place in range(-1, len(sample.floating())):
+            # In one input, or in the incoming gradients: two at once would hide one another.
+            inputs = iter(range(len(sample.floating())))
+            special = sample.map_floating(
+                lambda tensor, place=place, inputs=inputs: (
+                    with_some(tensor, value, first) if next(inputs) == place else tensor
+                )
+            )
+            incoming = (
+                [with_some(grad, value, first) for grad in upstream] if place < 0 else upstream
+            )
+            for run in (outputs_of, gradients_of):
+                expected = run(function)(special, incoming)
+                torch.testing.assert_close(
+                    run_on_npu(run, function, special, incoming), list(expected), equal_nan=True
+                )
 
     def test_layouts(self, op: str, layout: str) -> None:
         """Strided inputs and incoming gradients, with poison between their elements."""

@@ -157,6 +157,7 @@ def grad_samples(dtype: torch.dtype) -> list[Sample]:
         Sample("dropped", (v(ROWS, 3), drop(rows, 0, 4, 5)), {"num_topk": 2}),
         Sample("dropped and cut off", (v(7, 3), drop(rows, 0, 4, 5), 2)),
         Sample("rows beyond the slots", (v(ROWS + 3, 3), rows + 3, 2)),
+        Sample("a gap in the rows", (v(ROWS + 3, 3), rows + 3 * (rows > 4), 2)),
         Sample("one choice", (v(4, 1), row_map(ALL_TO_ONE), 1)),
         Sample("every expert", (v(12, 37), row_map(EVERY_EXPERT), 3)),
         Sample("one token", (v(2, 130), torch.tensor([1, 0]), 2)),

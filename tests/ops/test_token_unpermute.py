@@ -47,6 +47,7 @@ def unpermute_samples(dtype: torch.dtype) -> list[Sample]:
         Sample("cut off", (v(4, 3), ROWS, v(5, 2))),
         Sample("all cut off", (v(0, 3), ROWS, v(5, 2))),
         Sample("rows beyond the slots", (v(SLOTS + 3, 3), ROWS + 3, v(5, 2))),
+        Sample("a gap in the rows", (v(SLOTS + 3, 3), ROWS + 3 * (ROWS > 4), v(5, 2))),
         Sample("float32 probs", (v(SLOTS, 3), ROWS, v(5, 2, dtype=torch.float32))),
         Sample("float64 probs", (v(SLOTS, 3), ROWS, v(5, 2, dtype=wide))),
         Sample("bfloat16 probs", (v(SLOTS, 3), ROWS, v(5, 2, dtype=narrow))),

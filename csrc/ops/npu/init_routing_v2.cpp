@@ -62,10 +62,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> init_routing_v2(
   at::DimVector expanded_sizes(outputs.expanded_x.sizes());
   expanded_sizes.back() = rows.size(1);
   const Tensor expanded = no_columns ? at::empty(expanded_sizes, x.options()) : outputs.expanded_x;
-  // The kernel's own reading of active_num has changed (clamped or not): what is passed is the number of rows.
-  const int64_t active = options.drop_pad() || active_num == 0 ? 0 : expanded.size(0);
   launch<MoeInitRoutingV2>(
-      kInit, rows, ids, active, expert_capacity.expect_int(), expert_num.expect_int(), drop_pad_mode,
+      kInit, rows, ids, active_num.expect_int(), expert_capacity.expect_int(), expert_num.expect_int(), drop_pad_mode,
       count_or_cumsum_flag, before_capacity_flag, expanded, outputs.expanded_row_idx, if_any(outputs.counts_or_cumsum),
       if_any(outputs.before_capacity));
   return outputs.as_tuple();

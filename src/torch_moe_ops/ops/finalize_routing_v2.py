@@ -66,6 +66,7 @@ def finalize_routing_v2(
 
     Note:
         Deterministic. On an NPU: aclnnMoeFinalizeRoutingV2.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
@@ -135,6 +136,7 @@ def finalize_routing_v2_grad(
 
     Note:
         Deterministic. On an NPU: aclnnMoeFinalizeRoutingV2Grad.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops

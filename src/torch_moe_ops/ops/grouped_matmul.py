@@ -52,6 +52,7 @@ def grouped_matmul(
     Note:
         Deterministic: the same bits for any number of threads. Under autocast, cast as
         torch.matmul does. On an NPU: aclnnGroupedMatmulV5 (or V4).
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
@@ -101,6 +102,7 @@ def grouped_matmul_weight_grad(
 
     Note:
         Deterministic. On an NPU: aclnnGroupedMatmulV5 with groupType 2 (or V4).
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops

@@ -55,6 +55,7 @@ def init_routing_v2(
 
     Note:
         Deterministic. On an NPU: aclnnMoeInitRoutingV2.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
@@ -111,6 +112,7 @@ def init_routing_v2_grad(
 
     Note:
         Deterministic. On an NPU: aclnnMoeInitRoutingV2Grad.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops

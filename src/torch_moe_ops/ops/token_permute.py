@@ -44,6 +44,7 @@ def token_permute(
 
     Note:
         Deterministic: a copy, bit for bit. On an NPU: aclnnMoeTokenPermute.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
@@ -91,6 +92,7 @@ def token_permute_grad(
 
     Note:
         Deterministic. On an NPU: aclnnMoeTokenPermuteGrad.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops

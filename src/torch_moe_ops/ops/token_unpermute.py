@@ -47,6 +47,7 @@ def token_unpermute(
 
     Note:
         Deterministic. On an NPU: aclnnMoeTokenUnpermute.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
@@ -98,6 +99,7 @@ def token_unpermute_grad(
 
     Note:
         Deterministic. On an NPU: aclnnMoeTokenUnpermuteGrad.
+        Its dtypes and limits: docs/npu.md.
 
     Example:
         >>> import torch, torch_moe_ops
