@@ -26,9 +26,9 @@ constexpr int64_t kMaxColumns = 65535;
 // The same numbers as int32, without a look at them.
 Tensor as_int32(const Tensor& index);
 
-// An index as int32 with every value inside [low, high): nothing that a kernel does with it leaves its buffers. A value
-// from outside raises IndexError with MOE_OPS_CHECK_INDICES=1, and is moved to the nearest end without.
-Tensor safe_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
+// An index as int32, values from outside [low, high) moved to the nearest end: nothing that a kernel does with it
+// leaves its buffers. check_range comes first.
+Tensor clamped(const Tensor& index, int64_t low, int64_t high);
 
 // An int32 row map for the kernels that skip rows past the end and know no -1: negative rows become `end`.
 Tensor skip_negative(const Tensor& row_map, int64_t end);
@@ -37,7 +37,8 @@ Tensor skip_negative(const Tensor& row_map, int64_t end);
 // to `limit` (exclusive).
 Tensor missing_slots(const Tensor& row_map, int64_t rows, int64_t limit);
 
-// With MOE_OPS_CHECK_INDICES=1 an IndexError for the first value outside [low, high); nothing otherwise.
+// With MOE_OPS_CHECK_INDICES=1 an IndexError for the first value outside [low, high). Otherwise only if no value at all
+// is allowed.
 void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
 
 // The same for ids that only must not be negative.

@@ -192,7 +192,7 @@ class TestOps(_Parametrized):
             return  # tensors on two devices: the text names the devices
         sample = refusal.sample().map(npu)
         for road in roads(op).values():
-            if refusal.on_meta or CHECKS_INDICES:
+            if refusal.on_meta or CHECKS_INDICES or "[0, 0)" in refusal.text:
                 assert_refuses(road, sample, refusal)
             elif "group_list" not in refusal.text:
                 # Nothing is promised about the numbers, but the kernels stay within their buffers:

@@ -145,6 +145,13 @@ def shared_refusals(op: str, rows: str, make: Any) -> list[Refusal]:
                     1,
                     "[0, 3)",
                 ),
+                (
+                    "bias without experts",
+                    lambda: make(bias=torch.zeros(0, 3), expert_idx=IDS),
+                    0,
+                    0,
+                    "[0, 0)",
+                ),
             ],
         ),
     ]
@@ -368,6 +375,24 @@ GRAD = (
         IndexError,
         "moe::finalize_routing_v2_grad: expanded_row_idx must name each row at most once, got "
         "row 5 at positions 0 and 3",
+    ),
+    *index_refusals(
+        "finalize_routing_v2_grad",
+        "expert_idx",
+        [
+            (
+                "id of no bias row, without scales",
+                lambda: grad_call(
+                    torch.zeros(4, 3),
+                    scales=None,
+                    bias=torch.zeros(2, 3),
+                    expert_idx=IDS.reshape(4, 1),
+                ),
+                2,
+                1,
+                "[0, 2)",
+            ),
+        ],
     ),
     *index_refusals(
         "finalize_routing_v2_grad",

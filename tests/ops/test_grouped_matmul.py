@@ -39,6 +39,7 @@ def matmul_samples(dtype: torch.dtype) -> list[Sample]:
         Sample("wide", (v(3, 130), v(2, 130, 1), counts(2, 1))),
         Sample("one wide", (v(3, 1), v(2, 1, 1), counts(1, 2))),
         Sample("one row", (v(1, 3), v(2, 3, 5), counts(0, 1))),
+        Sample("one row, one wide", (v(1, 3), v(2, 3, 1), counts(1, 0))),
         Sample("no rows", (v(0, 3), v(4, 3, 2), counts(0, 0, 0, 0))),
         Sample("no rows, totals", (v(0, 3), v(2, 2, 3), counts(0, 0)), {**TOTALS, **TRANS}),
         Sample("no experts", (v(0, 3), v(0, 3, 2), counts())),

@@ -2,7 +2,6 @@
 // aclnnMoeFinalizeRoutingV2Grad. Contract: ../finalize_routing_v2.h.
 #include "../finalize_routing_v2.h"
 
-#include <ATen/ops/clamp.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -19,6 +18,11 @@ constexpr const char* kFinalizeGrad = "finalize_routing_v2_grad";
 
 OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
   return given(tensor) ? OptionalTensor(tensor->to(dtype)) : std::nullopt;
+}
+
+void check_rows(const ArgChecks& check, const Tensor& row_idx, const Tensor& expanded, bool drop_pad) {
+  const int64_t rows = drop_pad ? expanded.size(0) * expanded.size(1) : row_idx.numel();
+  check_range(check, row_idx, "expanded_row_idx", drop_pad ? -1 : 0, rows);
 }
 
 struct Dtypes {
@@ -65,10 +69,10 @@ Tensor by_token(const Tensor& missing, int64_t top_k, bool k_major) {
 }
 
 // Drop/pad modes: the kernels leave out slots of -1, but for 0 * scale at odd k on A2 and A3, where a NaN scale shows.
-void prepare_drop_pad(const ArgChecks& check, FinalizeInputs& inputs, int64_t top_k, bool k_major) {
+void prepare_drop_pad(FinalizeInputs& inputs, int64_t top_k, bool k_major) {
   const int64_t experts = inputs.expanded_x.size(0);
   const int64_t rows = experts * inputs.expanded_x.size(1);
-  inputs.row_idx = safe_index(check, inputs.row_idx, "expanded_row_idx", -1, rows);
+  inputs.row_idx = clamped(inputs.row_idx, -1, rows);
   if (given(inputs.scales) && !is_950(kFinalize)) {
     const Tensor missing = missing_slots(inputs.row_idx, rows, rows);
     inputs.scales = inputs.scales->masked_fill(by_token(missing, top_k, k_major), 0);
@@ -96,9 +100,9 @@ void prepare_cut_off(FinalizeInputs& inputs, int64_t top_k, bool k_major, int64_
   }
 }
 
-void prepare_dropless(const ArgChecks& check, FinalizeInputs& inputs, int64_t top_k, bool k_major) {
+void prepare_dropless(FinalizeInputs& inputs, int64_t top_k, bool k_major) {
   const int64_t slots = inputs.row_idx.numel();
-  inputs.row_idx = safe_index(check, inputs.row_idx, "expanded_row_idx", 0, slots);
+  inputs.row_idx = clamped(inputs.row_idx, 0, slots);
   if (inputs.expanded_x.size(0) < slots && !is_950(kFinalize)) {
     prepare_cut_off(inputs, top_k, k_major, slots);
   }
@@ -131,27 +135,27 @@ Tensor finalize_routing_v2(
   constexpr ArgChecks check(kFinalize);
   check_npu_float(check, expanded_x, "expanded_x");
   check_npu_float(check, scales, "scales");
+  const bool drop_pad = drop_pad_mode % 2 == 1;
+  check_rows(check, expanded_row_idx, expanded_x, drop_pad);
   const Dtypes dtypes = forward_dtypes(expanded_x.scalar_type(), scales_dtype(scales, expanded_x));
   FinalizeInputs inputs{expanded_x.to(dtypes.rows), expanded_row_idx, std::nullopt, cast(scales, dtypes.scales), {}};
   if (given(bias)) {
     inputs.bias = bias->to(dtypes.rows);
-    inputs.expert_idx = safe_index(check, *expert_idx, "expert_idx", 0, bias->size(0));
+    check_range(check, *expert_idx, "expert_idx", 0, bias->size(0));
+    inputs.expert_idx = clamped(*expert_idx, 0, bias->size(0));
   }
   const int64_t top_k = given(scales) ? scales->size(1) : 1;
   const bool k_major = drop_pad_mode < 2;
-  const bool drop_pad = drop_pad_mode % 2 == 1;
   if (expanded_x.numel() == 0) {
-    const int64_t rows = drop_pad ? expanded_x.size(0) * expanded_x.size(1) : expanded_row_idx.numel();
-    check_range(check, expanded_row_idx, "expanded_row_idx", drop_pad ? -1 : 0, rows);
     return sum_of_skips(x1, x2, y);
   }
   if (y.numel() == 0) {
     return y;
   }
   if (drop_pad) {
-    prepare_drop_pad(check, inputs, top_k, k_major);
+    prepare_drop_pad(inputs, top_k, k_major);
   } else {
-    prepare_dropless(check, inputs, top_k, k_major);
+    prepare_dropless(inputs, top_k, k_major);
   }
   const Tensor out = dtypes.rows == y.scalar_type() ? y : at::empty(y.sizes(), y.options().dtype(dtypes.rows));
   launch<MoeFinalizeRoutingV2>(
@@ -180,12 +184,10 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
   const bool drop_pad = drop_pad_mode == 1;
   const int64_t rows = drop_pad ? rows_grad.size(0) * rows_grad.size(1) : rows_grad.size(0);
   const int64_t limit = drop_pad ? rows : expanded_row_idx.numel();
-  check_range(check, expanded_row_idx, "expanded_row_idx", drop_pad ? -1 : 0, limit);
+  check_rows(check, expanded_row_idx, rows_grad, drop_pad);
   check_named_once(check, expanded_row_idx, "expanded_row_idx", rows);
-  const bool biased = given(bias) && given(scales);
-  OptionalTensor experts;
-  if (biased) {
-    experts = safe_index(check, *expert_idx, "expert_idx", 0, bias->size(0));
+  if (given(bias)) {
+    check_range(check, *expert_idx, "expert_idx", 0, bias->size(0));
   }
   if (rows_grad.numel() == 0 || grad_y.numel() == 0) {
     return {rows_grad.zero_(), scales_grad.zero_()};
@@ -202,11 +204,13 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
   // A tensor that is not written stands in for the gradient of absent scales: null is refused.
   const Tensor weights_grad = given(scales) ? at::empty(scales->sizes(), scales->options().dtype(dtypes.scales))
                                             : at::empty({1}, grad_y.options());
-  const Tensor index = as_int32(at::clamp(expanded_row_idx, -1, limit)); // the kernel skips both ends
+  const Tensor index = clamped(expanded_row_idx, -1, limit + 1); // the kernel skips both ends
+  const bool biased = given(bias) && given(scales);              // without scales the kernel has no use for it
   launch<MoeFinalizeRoutingV2Grad>(
       kFinalizeGrad, grad_y.to(dtypes.rows), index, given(scales) ? cast(expanded_x, dtypes.rows) : std::nullopt,
-      cast(scales, dtypes.scales), experts, biased ? cast(bias, dtypes.rows) : std::nullopt, drop_pad_mode,
-      drop_pad ? int64_t{0} : rows, expert_num.expect_int(), expert_capacity.expect_int(), out, weights_grad);
+      cast(scales, dtypes.scales), biased ? OptionalTensor(clamped(*expert_idx, 0, bias->size(0))) : std::nullopt,
+      biased ? cast(bias, dtypes.rows) : std::nullopt, drop_pad_mode, drop_pad ? int64_t{0} : rows,
+      expert_num.expect_int(), expert_capacity.expect_int(), out, weights_grad);
   if (given(scales)) {
     // The kernel gives a slot without a row the part of the bias, which the forward has left out.
     const Tensor missing = missing_slots(index, rows, limit);

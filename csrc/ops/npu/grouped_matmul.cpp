@@ -83,7 +83,9 @@ Tensor grouped_matmul(
   const int64_t groups = weight.size(0);
   const int64_t in = x.size(1);
   const int64_t out = y.size(1);
-  check_limits(check, groups, in, out);
+  if (groups > 1) {
+    check_limits(check, groups, in, out);
+  }
   const Tensor list = npu_group_list(check, group_list, group_list_type, x.size(0));
   if (y.numel() == 0 || in == 0 || groups == 0) {
     return y.zero_();
@@ -95,12 +97,11 @@ Tensor grouped_matmul(
   launch_grouped_matmul(
       kForward, packed(padded(x, 1, std::max<int64_t>(in, 2))), npu_weight(weight, trans_weight), list, kSplitRows,
       group_list_type, product);
-  return out == 1 ? product.narrow(1, 0, 1).contiguous() : y;
+  return out == 1 ? y.copy_(product.narrow(1, 0, 1)) : y;
 }
 
 // left^T right for each group of rows: (E, columns of left, columns of right).
-Tensor grouped_outer(
-    const Tensor& left, const Tensor& right, const Tensor& list, int64_t list_type, const Tensor& grad) {
+Tensor grouped_outer(const Tensor& left, const Tensor& right, const Tensor& list, int64_t list_type, Tensor grad) {
   const int64_t rows = std::max<int64_t>(left.size(1), 2);
   const int64_t columns = std::max<int64_t>(right.size(1), 2);
   const int64_t inner = std::max<int64_t>(left.size(0), 2); // the group list leaves an added row out
@@ -109,7 +110,7 @@ Tensor grouped_outer(
   launch_grouped_matmul(
       kWeightGrad, packed(padded(padded(left, 0, inner), 1, rows)).t(),
       packed(padded(padded(right, 0, inner), 1, columns)), list, kSplitInner, list_type, product);
-  return widened ? product.narrow(1, 0, grad.size(1)).narrow(2, 0, grad.size(2)).contiguous() : grad;
+  return widened ? grad.copy_(product.narrow(1, 0, grad.size(1)).narrow(2, 0, grad.size(2))) : grad;
 }
 
 Tensor grouped_matmul_weight_grad(
@@ -118,7 +119,9 @@ Tensor grouped_matmul_weight_grad(
   constexpr ArgChecks check(kWeightGrad);
   check_npu_float(check, x, "x");
   const int64_t groups = grad.size(0);
-  check_limits(check, groups, x.size(1), grad_y.size(1));
+  if (groups > 1) {
+    check_limits(check, groups, x.size(1), grad_y.size(1));
+  }
   const Tensor list = npu_group_list(check, group_list, group_list_type, x.size(0));
   if (grad.numel() == 0 || x.size(0) == 0) {
     return grad.zero_();
