@@ -30,8 +30,10 @@ def worker(setting: Setting) -> str:
     return "//".join(["popen", *variables])
 
 
-def run_pytest(settings: Sequence[Setting], directory: Path, arguments: Sequence[str]) -> int:
-    """One pytest session over these settings. Returns its exit status."""
+def run_pytest(
+    settings: Sequence[Setting], directory: Path, arguments: Sequence[str], *, many: bool = False
+) -> int:
+    """One pytest session over these settings, with ``many`` random calls. Returns its status."""
     for number, setting in enumerate(settings):
         print(f"gw{number}: {setting}", flush=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.npu.plugin", "--dist", "each"]
@@ -41,6 +43,7 @@ def run_pytest(settings: Sequence[Setting], directory: Path, arguments: Sequence
         **os.environ,
         "MOE_OPS_TEST_STANDIN": str(directory),
         "MOE_OPS_TEST_NPU_WORKERS": "1",
+        "MOE_OPS_TEST_FULL": str(int(many)),
         # The plugin loads torch_npu itself, once CANN's stand-in is there.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
@@ -65,6 +68,9 @@ def main() -> int:
         run_pytest(settings[start : start + BATCH], directory, arguments)
         for start in range(0, len(settings), BATCH)
     ]
+    if options.full:
+        faults = [*arguments, "tests/npu/test_faults.py"]
+        statuses.append(run_pytest(SAMPLED[:1], directory, faults, many=True))
     return max(statuses)
 
 

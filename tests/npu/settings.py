@@ -6,7 +6,10 @@ Each is the environment of one process.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
+
+import pytest
 
 SOC = {"A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9589"}
 # The release before and after TokenUnpermuteGrad changed its row bound. The old one has no
@@ -85,3 +88,15 @@ FULL = tuple(
         itertools.product(SOC, RELEASES, _MODES)
     )
 )
+
+
+def only_in(number: int) -> pytest.MarkDecorator:
+    """For tests that start processes of their own, which takes long: one sampled setting is enough.
+
+    They are spread over the settings, since these run side by side.
+    """
+    setting = SAMPLED[number]
+    here = all(os.environ.get(name) == value for name, value in setting.environment().items())
+    return pytest.mark.skipif(
+        not here, reason=f"starts processes of its own, in one setting only: {setting}"
+    )

@@ -24,16 +24,12 @@ from torch.utils._pytree import tree_map
 import torch_moe_ops
 from tests.cann.bootstrap import Standin
 from tests.npu import plugin
-from tests.npu.settings import SAMPLED, SOC
+from tests.npu.settings import SOC, only_in
 
 moe = torch.ops.moe
 ON_950 = SOC["950"] == os.environ.get("CANN_STANDIN_SOC")
 ROOT = Path(__file__).parents[2]
-SETTING = SAMPLED[0].environment()
-first_setting_only = pytest.mark.skipif(
-    any(os.environ.get(name, value) != value for name, value in SETTING.items()),
-    reason=f"starts processes of its own, which it does in one setting only: {SAMPLED[0]}",
-)
+in_one_setting = only_in(0)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -320,7 +316,7 @@ FUNCTIONS = {
 }
 
 
-@first_setting_only
+@in_one_setting
 def test_cann_without_moe_operators(tmp_path: Path) -> None:
     code = "tell([{op: outcome(call) for op, call in CALLS.items()}, _C_npu.operators()])"
     refusals, operators = in_process(code, tmp_path / "result", "bare")
@@ -335,7 +331,7 @@ def test_cann_without_moe_operators(tmp_path: Path) -> None:
     assert set(operators.values()) == {""}
 
 
-@first_setting_only
+@in_one_setting
 def test_unknown_chip(tmp_path: Path) -> None:
     """The stand-in has no other chips: its answer is changed where it keeps it."""
     code = """
@@ -367,7 +363,7 @@ def fake_library(path: Path, status: int, ops: list[str]) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source], check=True)
 
 
-@first_setting_only
+@in_one_setting
 def test_order_of_search(tmp_path: Path) -> None:
     """Each library has one operator more than the one before, which must have been asked first."""
     custom, opp, home = tmp_path / "custom", tmp_path / "opp", tmp_path / "home"

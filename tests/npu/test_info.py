@@ -12,12 +12,8 @@ from tests.npu import settings
 from torch_moe_ops import _C_npu, info
 
 ROOT = Path(__file__).parents[2]
-FIRST = settings.SAMPLED[0].environment()
 
-pytestmark = pytest.mark.skipif(
-    any(os.environ.get(name) != FIRST[name] for name in ("CANN_STANDIN_SOC", "TASK_QUEUE_ENABLE")),
-    reason="starts processes of its own: only in the first setting",
-)
+pytestmark = settings.only_in(4)
 
 RUN = """
 import os, runpy, sys

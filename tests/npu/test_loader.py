@@ -14,12 +14,8 @@ from tests.npu import settings
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(torch_moe_ops.__file__).parent
-FIRST = settings.SAMPLED[0].environment()
 
-pytestmark = pytest.mark.skipif(
-    any(os.environ.get(name) != FIRST[name] for name in ("CANN_STANDIN_SOC", "TASK_QUEUE_ENABLE")),
-    reason="starts processes of its own: only in the first setting",
-)
+pytestmark = settings.only_in(2)
 
 # Runs `before` when torch is there and torch_npu is not.
 PRELUDE = """
