@@ -48,12 +48,11 @@ def run_pytest(
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
     }
-    tests = (
-        list(arguments)
-        if any(not a.startswith("-") for a in arguments)
-        else [*arguments, "tests/npu"]
-    )
-    return subprocess.run([*command, *tests], cwd=ROOT, env=environment, check=False).returncode
+    named = any((ROOT / argument.split("::")[0]).exists() for argument in arguments if argument)
+    tests = [] if named else ["tests/npu"]
+    return subprocess.run(
+        [*command, *arguments, *tests], cwd=ROOT, env=environment, check=False
+    ).returncode
 
 
 def main() -> int:
