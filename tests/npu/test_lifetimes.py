@@ -16,6 +16,7 @@ import torch_moe_ops
 from tests.cann import bootstrap
 from tests.npu import plugin
 from tests.npu.test_faults import (
+    BLOCKING,
     CACHING,
     FULL,
     QUEUE,
@@ -161,9 +162,13 @@ class TestStreams:
 
     @pytest.mark.skipif(STREAMS != "delay", reason="only late kernels show a missing wait for sure")
     @pytest.mark.skipif(not CACHING, reason="without a cache every free waits for the device")
+    @pytest.mark.skipif(BLOCKING, reason="every launch waits for the device in this setting")
     def test_missing_wait_shows(self) -> None:
-        """Without any order there are wrong results: the tests above can fail."""
-        assert self.wrong_results(lambda later, earlier: None) > 0
+        """Without any order there are wrong results: the tests above can fail.
+
+        About half of the calls go wrong, so that not one in 20 times ROUNDS is out of the question.
+        """
+        assert any(self.wrong_results(lambda later, earlier: None) for _ in range(20))
 
     @pytest.mark.parametrize("op", SUITES)
     def test_among_torch_operators(self, op: str) -> None:

@@ -111,6 +111,16 @@ def finalize_samples(dtype: torch.dtype) -> list[Sample]:
             (v(12, 37), row_map(EVERY_EXPERT)),
             {**everything(4, 37, 3, 3), **mode(2)},
         ),
+        Sample(
+            "fewer experts than choices",
+            (v(12, 3), row_map(EVERY_EXPERT)),
+            {**everything(4, 3, 2, 3), "expert_idx": EVERY_EXPERT % 2, **mode(2)},
+        ),
+        Sample(
+            "fewer experts than choices, places",
+            (v(2, 4, 3), capacity_map(EVERY_EXPERT % 2, 4)),
+            {**everything(4, 3, 2, 3), "expert_idx": EVERY_EXPERT % 2, **mode(3)},
+        ),
         Sample("one token", (v(4, 1, 130), torch.tensor([2, -1])), {"scales": v(1, 2), **mode(1)}),
         Sample("no tokens", (v(0, 3), ROWS[:0]), {**everything(0), **mode(2)}),
         Sample("no tokens, no capacity", (v(4, 0, 3), ROWS[:0]), {**everything(0), **mode(3)}),
