@@ -49,7 +49,7 @@ test-cpu: $(VENV)/.build ## Those that need no NPU (ARGS='-k name' narrows)
 test-npu: $(VENV_NPU)/.build ## Those of the NPU kernels, with torch_npu on a stand-in for CANN (ARGS as above)
 	$(VENV_NPU)/bin/python tests/npu/run.py $(ARGS)
 
-test-npu-full: $(VENV_NPU)/.build ## The same in every setting: product, CANN release, queue mode, streams (about an hour)
+test-npu-full: $(VENV_NPU)/.build ## The same in every setting: product, CANN release, queue mode, streams (about 40 minutes)
 	$(VENV_NPU)/bin/python tests/npu/run.py --full $(ARGS)
 
 lint: $(VENV)/.requirements ## Check format, style and types
