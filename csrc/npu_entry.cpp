@@ -9,12 +9,12 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+
+#include "common/switches.h"
 
 namespace moe {
 namespace {
@@ -25,11 +25,6 @@ namespace py = pybind11;
 std::string load_npu_kernels() {
   const py::gil_scoped_acquire gil;
   return py::module_::import("torch_moe_ops._npu").attr("load")().cast<std::string>();
-}
-
-bool allows_cpu_fallback() {
-  const char* value = std::getenv("MOE_OPS_ALLOW_CPU_FALLBACK");
-  return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
 bool is_first_warning(const std::string& op) {
@@ -53,7 +48,7 @@ void load_and_call_again(const c10::OperatorHandle& op, c10::DispatchKeySet keys
     reason = "none is registered for this operator";
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
-      allows_cpu_fallback(), name, ": the NPU kernels cannot be used: ", reason,
+      switched_on("MOE_OPS_ALLOW_CPU_FALLBACK"), name, ": the NPU kernels cannot be used: ", reason,
       " (`python -m torch_moe_ops.info` shows what is there; MOE_OPS_ALLOW_CPU_FALLBACK=1 runs the CPU kernel "
       "instead)");
   if (is_first_warning(name)) {

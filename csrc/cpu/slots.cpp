@@ -22,12 +22,13 @@ int64_t first_bad(const Index* values, int64_t count, const Bad& bad) {
 }
 
 template <typename Index>
-void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
+void check_range(const ArgChecks& check, const Tensor& index, const char* arg, IndexRange range) {
   const Index* values = index.const_data_ptr<Index>();
-  const int64_t bad = first_bad(values, index.numel(), [=](Index v) { return (v < low) | (v >= high); });
+  const int64_t bad = first_bad(
+      values, index.numel(), [low = range.low, high = range.high](Index v) { return (v < low) | (v >= high); });
   TORCH_CHECK_INDEX(
-      bad == index.numel(), "moe::", check.op(), ": ", arg, " must be in [", low, ", ", high, "), got ", values[bad],
-      " at position ", bad);
+      bad == index.numel(), "moe::", check.op(), ": ", arg, " must be in [", range.low, ", ", range.high, "), got ",
+      values[bad], " at position ", bad);
 }
 
 template <typename Id>
@@ -61,22 +62,23 @@ void stable_rows_impl(const Id* ids, int64_t count, int32_t* row_of_slot) {
 
 } // namespace
 
-Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
-  const Tensor dense = index.contiguous();
-  high = std::min(high, int64_t{1} << 31); // what an int32 can name
-  if (dense.scalar_type() == at::kInt) {
-    check_range<int32_t>(check, dense, arg, low, high);
-    return dense;
-  }
-  check_range<int64_t>(check, dense, arg, low, high);
-  return dense.to(at::kInt);
+IndexRange sorted_rows(const Tensor& sorted_indices, const Tensor& permuted_tokens) {
+  return {kNoRow, std::max(permuted_tokens.size(0), sorted_indices.numel())};
 }
 
-Tensor checked_expanded_rows(
-    const ArgChecks& check, const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad) {
-  const int64_t low = drop_pad ? kNoRow : 0;
-  const int64_t high = drop_pad ? expanded.size(0) * expanded.size(1) : expanded_row_idx.numel();
-  return checked_index(check, expanded_row_idx, "expanded_row_idx", low, high);
+IndexRange expanded_rows(const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad) {
+  return drop_pad ? IndexRange{kNoRow, expanded.size(0) * expanded.size(1)} : IndexRange{0, expanded_row_idx.numel()};
+}
+
+Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, IndexRange range) {
+  const Tensor dense = index.contiguous();
+  range.high = std::min(range.high, int64_t{1} << 31); // what an int32 can name
+  if (dense.scalar_type() == at::kInt) {
+    check_range<int32_t>(check, dense, arg, range);
+    return dense;
+  }
+  check_range<int64_t>(check, dense, arg, range);
+  return dense.to(at::kInt);
 }
 
 void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg) {

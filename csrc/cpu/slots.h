@@ -9,14 +9,21 @@ namespace moe::cpu {
 
 constexpr int32_t kNoRow = -1;
 
-// `index` as a contiguous int32 tensor, each value in [low, high); an IndexError names the first that is not, its
-// position and the range. A copy is made only where dtype or strides ask for it.
-Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
+// The values that an index may have: low up to high, exclusive.
+struct IndexRange {
+  int64_t low;
+  int64_t high;
+};
 
-// The row map `expanded_row_idx` of init_routing_v2 and finalize_routing_v2, checked: dropless rows are in [0, n),
-// those of the drop/pad tensor `expanded` (E, C, H) in [-1, E * C).
-Tensor checked_expanded_rows(
-    const ArgChecks& check, const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad);
+// `sorted_indices` of token_permute and token_unpermute: -1, or a row; rows that were cut off can still be named.
+IndexRange sorted_rows(const Tensor& sorted_indices, const Tensor& permuted_tokens);
+// `expanded_row_idx` of init_routing_v2 and finalize_routing_v2: dropless rows are in [0, n), those of the drop/pad
+// tensor `expanded` (E, C, H) in [-1, E * C).
+IndexRange expanded_rows(const Tensor& expanded_row_idx, const Tensor& expanded, bool drop_pad);
+
+// `index` as a contiguous int32 tensor, each value in the range; an IndexError names the first that is not, its
+// position and the range. A copy is made only where dtype or strides ask for it.
+Tensor checked_index(const ArgChecks& check, const Tensor& index, const char* arg, IndexRange range);
 
 // Raises for the first id below zero.
 void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg);

@@ -4,10 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
+#include <optional>
 #include <utility>
 
+#include "../common/switches.h"
 #include "symbols.h"
 
 // Exported by libtorch_npu.so; declared here because its header is not in the wheel.
@@ -34,6 +34,19 @@ bool starts_with(const std::string& text, const char* prefix) {
   return text.rfind(prefix, 0) == 0;
 }
 
+std::optional<Product> known_product(const std::string& name) {
+  if (starts_with(name, "Ascend910_93")) {
+    return Product::A3;
+  }
+  if (starts_with(name, "Ascend910B")) {
+    return Product::A2;
+  }
+  if (starts_with(name, "Ascend950")) {
+    return Product::Ascend950;
+  }
+  return std::nullopt;
+}
+
 } // namespace
 
 std::string soc_name() {
@@ -47,18 +60,11 @@ std::string soc_name() {
 }
 
 Product product(const char* op) {
-  const std::string name = soc_name();
-  if (starts_with(name, "Ascend910_93")) {
-    return Product::A3;
-  }
-  if (starts_with(name, "Ascend910B")) {
-    return Product::A2;
-  }
-  if (starts_with(name, "Ascend950")) {
-    return Product::Ascend950;
-  }
+  static const std::optional<Product> kProduct = known_product(soc_name());
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "moe::", op, ": the NPU must be an Ascend910B (A2), Ascend910_93 (A3) or Ascend950, got ", name);
+      kProduct.has_value(), "moe::", op, ": the NPU must be an Ascend910B (A2), Ascend910_93 (A3) or Ascend950, got ",
+      soc_name());
+  return *kProduct;
 }
 
 std::string cann_version_text() {
@@ -71,10 +77,7 @@ bool cann_at_least(int major, int minor) {
 }
 
 bool checks_indices() {
-  static const bool kChecks = [] {
-    const char* value = std::getenv("MOE_OPS_CHECK_INDICES");
-    return value != nullptr && std::strcmp(value, "1") == 0;
-  }();
+  static const bool kChecks = switched_on("MOE_OPS_CHECK_INDICES");
   return kChecks;
 }
 

@@ -12,7 +12,6 @@
 #include <algorithm>
 
 #include "../common/dtypes.h"
-#include "../cpu/slots.h"
 
 namespace moe::npu {
 
@@ -37,13 +36,13 @@ Tensor as_int32(const Tensor& index) {
   return index.to(at::kInt);
 }
 
-void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high) {
-  if (index.numel() == 0 || (low < high && !checks_indices())) {
+void check_range(const ArgChecks& check, const Tensor& index, const char* arg, IndexRange range) {
+  if (index.numel() == 0 || (range.low < range.high && !checks_indices())) {
     return;
   }
-  const Tensor wrong = at::logical_or(at::lt(index, low), at::ge(index, high));
+  const Tensor wrong = at::logical_or(at::lt(index, range.low), at::ge(index, range.high));
   if (wrong.any().item<bool>()) {
-    cpu::checked_index(check, index.cpu(), arg, low, high); // says which, in the words of the CPU kernel
+    cpu::checked_index(check, index.cpu(), arg, range); // says which, in the words of the CPU kernel
   }
 }
 
@@ -59,8 +58,9 @@ void check_named_once(const ArgChecks& check, const Tensor& index, const char* a
   }
 }
 
-Tensor clamped(const Tensor& index, int64_t low, int64_t high) {
-  return as_int32(at::clamp(index, low, high - 1)); // in the dtype of the index: int64 values may not fit an int32
+Tensor clamped(const Tensor& index, IndexRange range) {
+  return as_int32(
+      at::clamp(index, range.low, range.high - 1)); // in the dtype of the index: int64 values may not fit an int32
 }
 
 Tensor skip_negative(const Tensor& row_map, int64_t end) {

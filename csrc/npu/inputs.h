@@ -3,9 +3,12 @@
 #pragma once
 
 #include "../common/checks.h"
+#include "../cpu/slots.h"
 #include "device.h"
 
 namespace moe::npu {
+
+using cpu::IndexRange;
 
 // NotImplementedError for float64, which no aclnn operator here takes.
 void check_npu_float(const ArgChecks& check, const Tensor& tensor, const char* arg);
@@ -26,9 +29,9 @@ constexpr int64_t kMaxColumns = 65535;
 // The same numbers as int32, without a look at them.
 Tensor as_int32(const Tensor& index);
 
-// An index as int32, values from outside [low, high) moved to the nearest end: nothing that a kernel does with it
+// An index as int32, values from outside the range moved to the nearest end: nothing that a kernel does with it
 // leaves its buffers. check_range comes first.
-Tensor clamped(const Tensor& index, int64_t low, int64_t high);
+Tensor clamped(const Tensor& index, IndexRange range);
 
 // An int32 row map for the kernels that skip rows past the end and know no -1: negative rows become `end`.
 Tensor skip_negative(const Tensor& row_map, int64_t end);
@@ -37,9 +40,9 @@ Tensor skip_negative(const Tensor& row_map, int64_t end);
 // to `limit` (exclusive).
 Tensor missing_slots(const Tensor& row_map, int64_t rows, int64_t limit);
 
-// With MOE_OPS_CHECK_INDICES=1 an IndexError for the first value outside [low, high). Otherwise only if no value at all
+// With MOE_OPS_CHECK_INDICES=1 an IndexError for the first value outside the range. Otherwise only if no value at all
 // is allowed.
-void check_range(const ArgChecks& check, const Tensor& index, const char* arg, int64_t low, int64_t high);
+void check_range(const ArgChecks& check, const Tensor& index, const char* arg, IndexRange range);
 
 // The same for ids that only must not be negative.
 void check_not_negative(const ArgChecks& check, const Tensor& ids, const char* arg);

@@ -19,6 +19,16 @@ struct AclnnOperator {
   using Names = std::array<const char*, sizeof...(Args)>;
 };
 
+// `names` without the one in that place.
+template <size_t place, size_t count>
+constexpr std::array<const char*, count - 1> without(const std::array<const char*, count>& names) {
+  std::array<const char*, count - 1> kept{};
+  for (size_t i = 0; i < count - 1; ++i) {
+    kept[i] = names[i < place ? i : i + 1];
+  }
+  return kept;
+}
+
 struct MoeTokenPermute
     : AclnnOperator<const aclTensor*, const aclTensor*, int64_t, bool, const aclTensor*, const aclTensor*> {
   static constexpr const char* kName = "aclnnMoeTokenPermute";
@@ -123,27 +133,31 @@ struct MoeFinalizeRoutingV2Grad : AclnnOperator<
       "dropPadMode", "activeNum",      "expertNum",         "expertCapacity", "gradExpandedXOut",  "gradScalesOut"};
 };
 
-struct GroupedMatmulV5 : AclnnOperator<
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensor*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             int64_t,
-                             int64_t,
-                             int64_t,
-                             int64_t,
-                             aclIntArray*,
-                             aclTensorList*,
-                             aclTensorList*,
-                             aclTensorList*> {
+// GroupedMatmul V4 and V5, which has `Tuning` more.
+template <typename... Tuning>
+using GroupedMatmul = AclnnOperator<
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensor*,
+    const aclTensorList*,
+    const aclTensorList*,
+    const aclTensorList*,
+    int64_t,
+    int64_t,
+    int64_t,
+    int64_t,
+    Tuning...,
+    aclTensorList*,
+    aclTensorList*,
+    aclTensorList*>;
+
+struct GroupedMatmulV5 : GroupedMatmul<aclIntArray*> {
   static constexpr const char* kName = "aclnnGroupedMatmulV5";
   static constexpr Names kArguments = {
       "x",
@@ -168,48 +182,9 @@ struct GroupedMatmulV5 : AclnnOperator<
       "dynQuantScaleOutOptional"};
 };
 
-// V5 without tuningConfigOptional.
-struct GroupedMatmulV4 : AclnnOperator<
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensor*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             const aclTensorList*,
-                             int64_t,
-                             int64_t,
-                             int64_t,
-                             int64_t,
-                             aclTensorList*,
-                             aclTensorList*,
-                             aclTensorList*> {
+struct GroupedMatmulV4 : GroupedMatmul<> {
   static constexpr const char* kName = "aclnnGroupedMatmulV4";
-  static constexpr Names kArguments = {
-      "x",
-      "weight",
-      "biasOptional",
-      "scaleOptional",
-      "offsetOptional",
-      "antiquantScaleOptional",
-      "antiquantOffsetOptional",
-      "perTokenScaleOptional",
-      "groupListOptional",
-      "activationInputOptional",
-      "activationQuantScaleOptional",
-      "activationQuantOffsetOptional",
-      "splitItem",
-      "groupType",
-      "groupListType",
-      "actType",
-      "out",
-      "activationFeatureOutOptional",
-      "dynQuantScaleOutOptional"};
+  static constexpr Names kArguments = without<16>(GroupedMatmulV5::kArguments); // tuningConfigOptional
 };
 
 // Calls visit(Operator{}) for each of them.

@@ -25,3 +25,19 @@ def is_controller() -> bool:
 standin: bootstrap.Standin | None = None
 if not is_controller():
     standin = bootstrap.load(os.environ[DIRECTORY], os.environ.get(VARIANT, "current"))
+
+KINDS = (
+    "tensor",
+    "tensor_list",
+    "int_array",
+    "bool_array",
+    "float_array",
+    "scalar",
+    "scalar_list",
+    "executor",
+)
+
+
+def live(standin: bootstrap.Standin) -> dict[str, int]:
+    """How many descriptors and executors of each kind there are."""
+    return {kind: standin.live(kind) for kind in KINDS}

@@ -16,6 +16,18 @@ SOC = {"A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9589"}
 # GroupedMatmulV5 here.
 RELEASES = ("8.5.0", "9.1.0")
 
+# The setting of this process, with what holds where a variable is not set.
+SOC_NAME = os.environ.get("CANN_STANDIN_SOC", SOC["A2"])
+ON_950 = SOC["950"] == SOC_NAME
+RELEASE = os.environ.get("CANN_STANDIN_VERSION", "9.1.0")
+HAS_V5 = os.environ.get("MOE_OPS_TEST_STANDIN_VARIANT") != "old"
+STREAMS = os.environ.get("CANN_STANDIN_ASYNC", "0")
+BLOCKING = os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"  # turns the queue off
+QUEUE = "0" if BLOCKING else os.environ.get("TASK_QUEUE_ENABLE", "1")
+CACHING = os.environ.get("PYTORCH_NO_NPU_MEMORY_CACHING") != "1"
+CHECKS_INDICES = os.environ.get("MOE_OPS_CHECK_INDICES") == "1"
+FULL_COUNTS = os.environ.get("MOE_OPS_TEST_FULL") == "1"
+
 
 @dataclass(frozen=True)
 class Setting:

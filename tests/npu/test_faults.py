@@ -23,28 +23,16 @@ from torch import Tensor
 import torch_moe_ops
 from tests.cann import bootstrap
 from tests.npu import plugin
+from tests.npu.plugin import live
+from tests.npu.settings import CACHING, FULL_COUNTS, ON_950, QUEUE
 from tests.npu.test_ops import BEYOND_NPU, SUITES, cpu, has_float64
 from tests.ops.accuracy import backward
 from tests.ops.data import Sample, assert_same_bits
 from tests.ops.tracing import upstream_for
 
 ROOT = Path(__file__).parents[2]
-BLOCKING = os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"  # turns the queue off
-QUEUE = "0" if BLOCKING else os.environ.get("TASK_QUEUE_ENABLE", "1")
-CACHING = os.environ.get("PYTORCH_NO_NPU_MEMORY_CACHING") != "1"
-FULL = os.environ.get("MOE_OPS_TEST_FULL") == "1"
-RANDOM_CALLS = 10_000 if FULL else 1_500
+RANDOM_CALLS = 10_000 if FULL_COUNTS else 1_500
 
-KINDS = (
-    "tensor",
-    "tensor_list",
-    "int_array",
-    "bool_array",
-    "float_array",
-    "scalar",
-    "scalar_list",
-    "executor",
-)
 # Who calls each aclnn function.
 CALLERS = {
     "aclnnMoeTokenPermute": "token_permute",
@@ -71,13 +59,9 @@ needs_no_queue = pytest.mark.skipif(QUEUE != "0", reason="the call itself fails 
 needs_queue = pytest.mark.skipif(QUEUE == "0", reason="there is no queue in this setting")
 # Each test starts a process. The queue is torch_npu's and does not depend on the chip.
 needs_queue_process = pytest.mark.skipif(
-    QUEUE == "0" or "950" in os.environ.get("CANN_STANDIN_SOC", ""),
+    QUEUE == "0" or ON_950,
     reason="there is no queue, or it is left to the settings of A2 and A3, to save time",
 )
-
-
-def live(standin: bootstrap.Standin) -> dict[str, int]:
-    return {kind: standin.live(kind) for kind in KINDS}
 
 
 class Prepared:

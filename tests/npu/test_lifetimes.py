@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,11 @@ from torch import Tensor
 import torch_moe_ops
 from tests.cann import bootstrap
 from tests.npu import plugin
+from tests.npu.plugin import live
+from tests.npu.settings import BLOCKING, CACHING, FULL_COUNTS, QUEUE, STREAMS
 from tests.npu.test_faults import (
-    BLOCKING,
-    CACHING,
-    FULL,
-    QUEUE,
     Prepared,
     _settle,
-    live,
     needs_no_queue,
     needs_queue_process,
     prepared,
@@ -32,8 +28,7 @@ from tests.npu.test_ops import SUITES, cpu
 from tests.ops.accuracy import backward
 from tests.ops.data import Sample, Values, assert_same_bits, same_bits
 
-STREAMS = os.environ.get("CANN_STANDIN_ASYNC", "0")
-ROUNDS = 25 if FULL or STREAMS != "delay" else 10
+ROUNDS = 25 if FULL_COUNTS or STREAMS != "delay" else 10
 WORKSPACE = 256  # floats: the 1024 bytes that the stand-in's phase 1 asks for by default
 # What torch_npu's IsOomError() takes for that, and the runtime's own code.
 OUT_OF_MEMORY = (545002, 207001)
@@ -90,7 +85,7 @@ class TestFreedTensors:
 class TestThreads:
     def test_each_on_its_stream(self, standin: bootstrap.Standin) -> None:
         """Four threads, different operators, forward and backward."""
-        calls = 300 if FULL or STREAMS != "delay" else 60
+        calls = 300 if FULL_COUNTS or STREAMS != "delay" else 60
         ops = list(SUITES)
         cases = {op: prepared(op)[0] for op in ops}
         for case in cases.values():
@@ -310,7 +305,7 @@ class TestRefusals:
 
 def test_steady_state(standin: bootstrap.Standin) -> None:
     """Many runs of a small MoE block leave memory and handles as they were."""
-    runs = 2_000 if FULL else 300
+    runs = 2_000 if FULL_COUNTS else 300
     values = Values(torch.float32)
     tokens = values(6, 4).to("npu").requires_grad_()
     weight = values(3, 4, 4).to("npu").requires_grad_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torch_moe_ops
+from tests.npu.settings import CHECKS_INDICES
 from tests.ops import (
     test_finalize_routing_v2,
     test_grouped_matmul,
@@ -37,7 +37,6 @@ SUITES = {
     for suite in vars(module).values()
     if isinstance(suite, type) and issubclass(suite, OpSuite) and hasattr(suite, "op")
 }
-CHECKS_INDICES = os.environ.get("MOE_OPS_CHECK_INDICES") == "1"
 # Samples that no NPU can run.
 BEYOND_NPU = {
     ("init_routing_v2", "huge ids"): "the kernels sort ids as float32, up to 2**24",

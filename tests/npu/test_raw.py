@@ -13,14 +13,10 @@ from torch import Tensor
 
 import torch_moe_ops
 from tests.cann.bootstrap import Standin, read_trace
-from tests.npu.settings import SOC
+from tests.npu.settings import HAS_V5, ON_950, RELEASE, SOC_NAME
 from tests.ops import data
 from torch_moe_ops import _C_npu, reference
 
-SOC_NAME = os.environ.get("CANN_STANDIN_SOC", SOC["A2"])
-RELEASE = os.environ.get("CANN_STANDIN_VERSION", "9.1.0")
-HAS_V5 = os.environ.get("MOE_OPS_TEST_STANDIN_VARIANT", "current") != "old"
-ON_950 = SOC["950"] == SOC_NAME
 # How the entry points that are generated say that tiling refused.
 TILING = "561103 ACLNN_ERR_INNER_NULLPTR" if ON_950 else "561002 ACLNN_ERR_INNER_TILING_ERROR"
 

@@ -24,7 +24,6 @@ Not compared, because our call differs by intent:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,21 +35,16 @@ from torch import Tensor
 
 import torch_moe_ops
 from tests.cann.bootstrap import Standin, read_trace
-from tests.npu.settings import SOC
+from tests.npu.settings import HAS_V5, ON_950, QUEUE, RELEASE
 from tests.ops import data
 
 Call = Callable[[], object]
 AssertSame = Callable[..., None]
 
 moe = torch.ops.moe
-ON_950 = os.environ.get("CANN_STANDIN_SOC") == SOC["950"]
-GROUPED_MATMUL = (
-    "aclnnGroupedMatmulV4"
-    if os.environ.get("MOE_OPS_TEST_STANDIN_VARIANT") == "old"
-    else "aclnnGroupedMatmulV5"
-)
+GROUPED_MATMUL = "aclnnGroupedMatmulV5" if HAS_V5 else "aclnnGroupedMatmulV4"
 # Without probs the rows are not read, but the kernels of old releases and Ascend 950 want them.
-NEEDS_PERMUTED = ON_950 or os.environ.get("CANN_STANDIN_VERSION", "9.1.0") < "9.1"
+NEEDS_PERMUTED = ON_950 or RELEASE < "9.1"
 ONE_OUTPUT = {"split_item": 2, "group_type": 0}  # 3 would mean the same
 EXACT = ("aclnnMoe", "aclnnGroupedMatmul")
 TOKENS, TOP_K, WIDTH, EXPERTS, CAPACITY = 5, 2, 8, 4, 3
@@ -101,7 +95,7 @@ def records(
         found[unread[0]]["args"][unread[1]] = str((tensor["dtype"], tensor["shape"]))
     for record in found:
         del record["call"], record["phase2"]["call"]
-        if os.environ.get("TASK_QUEUE_ENABLE") == "2":  # see above
+        if QUEUE == "2":  # see above
             record["args"] = [None if argument == [] else argument for argument in record["args"]]
         record["args"] = normalised(record["args"], {})
     return found

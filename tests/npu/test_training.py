@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.npu.settings import STREAMS
 from torch_moe_ops.nn import MoE
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_autocast() -> None:
 
 def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """examples/train_moe_lm.py --device npu."""
-    if os.environ.get("CANN_STANDIN_ASYNC") == "delay":
+    if STREAMS == "delay":
         pytest.skip("runs in the settings without delays, to save time")
     text = tmp_path / "text.txt"
     text.write_text("One token, two experts; two tokens, one expert. " * 60)

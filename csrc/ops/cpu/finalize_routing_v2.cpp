@@ -16,7 +16,7 @@ OptionalTensor checked_experts(const ArgChecks& check, const OptionalTensor& exp
   if (!given(bias)) {
     return std::nullopt;
   }
-  return checked_index(check, *expert_idx, "expert_idx", 0, bias->size(0));
+  return checked_index(check, *expert_idx, "expert_idx", {0, bias->size(0)});
 }
 
 Tensor finalize_routing_v2(
@@ -32,7 +32,8 @@ Tensor finalize_routing_v2(
   constexpr ArgChecks check("finalize_routing_v2");
   CombineArgs args;
   args.rows = expanded_x;
-  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, expanded_x, drop_pad_mode % 2 == 1);
+  args.row_of_slot = checked_index(
+      check, expanded_row_idx, "expanded_row_idx", expanded_rows(expanded_row_idx, expanded_x, drop_pad_mode % 2 == 1));
   args.top_k = choices(scales);
   args.k_major = drop_pad_mode < 2;
   args.weights = scales;
@@ -61,7 +62,9 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
   constexpr ArgChecks check("finalize_routing_v2_grad");
   ScatterArgs args;
   args.grad = grad_y;
-  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, grad_expanded_x, drop_pad_mode == 1);
+  args.row_of_slot = checked_index(
+      check, expanded_row_idx, "expanded_row_idx",
+      expanded_rows(expanded_row_idx, grad_expanded_x, drop_pad_mode == 1));
   args.top_k = choices(scales);
   args.weights = scales;
   args.rows = expanded_x;

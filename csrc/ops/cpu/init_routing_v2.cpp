@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> init_routing_v2(
 
   Tensor ids = expert_idx;
   if (experts > 0) {
-    ids = checked_index(check, expert_idx, "expert_idx", 0, experts);
+    ids = checked_index(check, expert_idx, "expert_idx", {0, experts});
   } else {
     check_not_negative(check, expert_idx, "expert_idx");
   }
@@ -92,7 +92,9 @@ Tensor init_routing_v2_grad(
   constexpr ArgChecks check("init_routing_v2_grad");
   CombineArgs args;
   args.rows = grad_expanded_x;
-  args.row_of_slot = checked_expanded_rows(check, expanded_row_idx, grad_expanded_x, drop_pad_mode == 1);
+  args.row_of_slot = checked_index(
+      check, expanded_row_idx, "expanded_row_idx",
+      expanded_rows(expanded_row_idx, grad_expanded_x, drop_pad_mode == 1));
   args.top_k = top_k.expect_int();
   combine_rows(args, grad);
   return grad;

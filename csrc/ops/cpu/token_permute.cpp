@@ -22,10 +22,10 @@ Tensor token_permute_grad(
     const Tensor& permuted_output_grad, const Tensor& sorted_indices, SymInt num_topk, bool padded_mode) {
   Tensor grad = token_permute_grad_output(permuted_output_grad, sorted_indices, num_topk, padded_mode);
   constexpr ArgChecks check("token_permute_grad");
-  const int64_t past_the_end = std::max(permuted_output_grad.size(0), sorted_indices.numel());
   CombineArgs args;
   args.rows = permuted_output_grad;
-  args.row_of_slot = checked_index(check, sorted_indices, "sorted_indices", kNoRow, past_the_end);
+  args.row_of_slot =
+      checked_index(check, sorted_indices, "sorted_indices", sorted_rows(sorted_indices, permuted_output_grad));
   args.top_k = num_topk.expect_int();
   combine_rows(args, grad);
   return grad;

@@ -13,8 +13,7 @@ int64_t choices(const OptionalTensor& probs) {
 }
 
 Tensor checked_rows(const ArgChecks& check, const Tensor& sorted_indices, const Tensor& permuted_tokens) {
-  const int64_t past_the_end = std::max(permuted_tokens.size(0), sorted_indices.numel());
-  return checked_index(check, sorted_indices, "sorted_indices", kNoRow, past_the_end);
+  return checked_index(check, sorted_indices, "sorted_indices", sorted_rows(sorted_indices, permuted_tokens));
 }
 
 // restore_shape is part of CANN's signature; without padded_mode it has no meaning there or here.

@@ -20,11 +20,6 @@ OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
   return given(tensor) ? OptionalTensor(tensor->to(dtype)) : std::nullopt;
 }
 
-void check_rows(const ArgChecks& check, const Tensor& row_idx, const Tensor& expanded, bool drop_pad) {
-  const int64_t rows = drop_pad ? expanded.size(0) * expanded.size(1) : row_idx.numel();
-  check_range(check, row_idx, "expanded_row_idx", drop_pad ? -1 : 0, rows);
-}
-
 struct Dtypes {
   at::ScalarType rows;
   at::ScalarType scales;
@@ -54,6 +49,11 @@ at::ScalarType scales_dtype(const OptionalTensor& scales, const Tensor& rows) {
   return given(scales) ? scales->scalar_type() : rows.scalar_type();
 }
 
+// expert_idx is read for the rows of bias alone.
+OptionalTensor clamped_experts(const OptionalTensor& expert_idx, const OptionalTensor& bias) {
+  return given(bias) ? OptionalTensor(clamped(*expert_idx, {0, bias->size(0)})) : std::nullopt;
+}
+
 // expanded_x and all that goes with its rows, as one launch takes them.
 struct FinalizeInputs {
   Tensor expanded_x;
@@ -72,7 +72,6 @@ Tensor by_token(const Tensor& missing, int64_t top_k, bool k_major) {
 void prepare_drop_pad(FinalizeInputs& inputs, int64_t top_k, bool k_major) {
   const int64_t experts = inputs.expanded_x.size(0);
   const int64_t rows = experts * inputs.expanded_x.size(1);
-  inputs.row_idx = clamped(inputs.row_idx, -1, rows);
   if (given(inputs.scales) && !is_950(kFinalize)) {
     const Tensor missing = missing_slots(inputs.row_idx, rows, rows);
     inputs.scales = inputs.scales->masked_fill(by_token(missing, top_k, k_major), 0);
@@ -102,7 +101,6 @@ void prepare_cut_off(FinalizeInputs& inputs, int64_t top_k, bool k_major, int64_
 
 void prepare_dropless(FinalizeInputs& inputs, int64_t top_k, bool k_major) {
   const int64_t slots = inputs.row_idx.numel();
-  inputs.row_idx = clamped(inputs.row_idx, 0, slots);
   if (inputs.expanded_x.size(0) < slots && !is_950(kFinalize)) {
     prepare_cut_off(inputs, top_k, k_major, slots);
   }
@@ -136,22 +134,23 @@ Tensor finalize_routing_v2(
   check_npu_float(check, expanded_x, "expanded_x");
   check_npu_float(check, scales, "scales");
   const bool drop_pad = drop_pad_mode % 2 == 1;
-  check_rows(check, expanded_row_idx, expanded_x, drop_pad);
-  const Dtypes dtypes = forward_dtypes(expanded_x.scalar_type(), scales_dtype(scales, expanded_x));
-  FinalizeInputs inputs{expanded_x.to(dtypes.rows), expanded_row_idx, std::nullopt, cast(scales, dtypes.scales), {}};
+  const IndexRange range = cpu::expanded_rows(expanded_row_idx, expanded_x, drop_pad);
+  check_range(check, expanded_row_idx, "expanded_row_idx", range);
   if (given(bias)) {
-    inputs.bias = bias->to(dtypes.rows);
-    check_range(check, *expert_idx, "expert_idx", 0, bias->size(0));
-    inputs.expert_idx = clamped(*expert_idx, 0, bias->size(0));
+    check_range(check, *expert_idx, "expert_idx", {0, bias->size(0)});
   }
-  const int64_t top_k = given(scales) ? scales->size(1) : 1;
-  const bool k_major = drop_pad_mode < 2;
   if (expanded_x.numel() == 0) {
     return sum_of_skips(x1, x2, y);
   }
   if (y.numel() == 0) {
     return y;
   }
+  const Dtypes dtypes = forward_dtypes(expanded_x.scalar_type(), scales_dtype(scales, expanded_x));
+  FinalizeInputs inputs{
+      expanded_x.to(dtypes.rows), clamped(expanded_row_idx, range), cast(bias, dtypes.rows),
+      cast(scales, dtypes.scales), clamped_experts(expert_idx, bias)};
+  const int64_t top_k = given(scales) ? scales->size(1) : 1;
+  const bool k_major = drop_pad_mode < 2;
   if (drop_pad) {
     prepare_drop_pad(inputs, top_k, k_major);
   } else {
@@ -183,11 +182,11 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
   check_npu_float(check, scales, "scales");
   const bool drop_pad = drop_pad_mode == 1;
   const int64_t rows = drop_pad ? rows_grad.size(0) * rows_grad.size(1) : rows_grad.size(0);
-  const int64_t limit = drop_pad ? rows : expanded_row_idx.numel();
-  check_rows(check, expanded_row_idx, rows_grad, drop_pad);
+  const IndexRange range = cpu::expanded_rows(expanded_row_idx, rows_grad, drop_pad);
+  check_range(check, expanded_row_idx, "expanded_row_idx", range);
   check_named_once(check, expanded_row_idx, "expanded_row_idx", rows);
   if (given(bias)) {
-    check_range(check, *expert_idx, "expert_idx", 0, bias->size(0));
+    check_range(check, *expert_idx, "expert_idx", {0, bias->size(0)});
   }
   if (rows_grad.numel() == 0 || grad_y.numel() == 0) {
     return {rows_grad.zero_(), scales_grad.zero_()};
@@ -204,16 +203,15 @@ std::tuple<Tensor, Tensor> finalize_routing_v2_grad(
   // A tensor that is not written stands in for the gradient of absent scales: null is refused.
   const Tensor weights_grad = given(scales) ? at::empty(scales->sizes(), scales->options().dtype(dtypes.scales))
                                             : at::empty({1}, grad_y.options());
-  const Tensor index = clamped(expanded_row_idx, -1, limit + 1); // the kernel skips both ends
-  const bool biased = given(bias) && given(scales);              // without scales the kernel has no use for it
+  const Tensor index = clamped(expanded_row_idx, {-1, range.high + 1}); // the kernel skips both ends
+  const OptionalTensor used_bias = given(scales) ? bias : std::nullopt; // without scales the kernel has no use for it
   launch<MoeFinalizeRoutingV2Grad>(
       kFinalizeGrad, grad_y.to(dtypes.rows), index, given(scales) ? cast(expanded_x, dtypes.rows) : std::nullopt,
-      cast(scales, dtypes.scales), biased ? OptionalTensor(clamped(*expert_idx, 0, bias->size(0))) : std::nullopt,
-      biased ? cast(bias, dtypes.rows) : std::nullopt, drop_pad_mode, drop_pad ? int64_t{0} : rows,
-      expert_num.expect_int(), expert_capacity.expect_int(), out, weights_grad);
+      cast(scales, dtypes.scales), clamped_experts(expert_idx, used_bias), cast(used_bias, dtypes.rows), drop_pad_mode,
+      drop_pad ? int64_t{0} : rows, expert_num.expect_int(), expert_capacity.expect_int(), out, weights_grad);
   if (given(scales)) {
     // The kernel gives a slot without a row the part of the bias, which the forward has left out.
-    const Tensor missing = missing_slots(index, rows, limit);
+    const Tensor missing = missing_slots(index, rows, range.high);
     scales_grad = weights_grad.masked_fill(missing.view_as(weights_grad), 0).to(scales_grad.scalar_type());
   }
   return {out.to(rows_grad.scalar_type()), scales_grad};

@@ -27,27 +27,30 @@ constexpr int64_t kSplitRows = 0;    // groupType: every group has its rows of x
 constexpr int64_t kSplitInner = 2;   // groupType: every group sums over its columns of x
 constexpr int64_t kNoActivation = 0; // actType
 
-void launch_grouped_matmul(
-    const char* op,
-    const Tensor& x,
-    const Tensor& weight,
-    const Tensor& group_list,
-    int64_t group_type,
-    int64_t list_type,
-    const Tensor& out) {
-  const Tensors xs = {x};
-  const Tensors weights = {weight};
-  const Tensors outs = {out};
+struct GroupedProduct {
+  const Tensor& x;
+  const Tensor& weight;
+  const Tensor& group_list;
+  int64_t group_type;
+  int64_t list_type;
+  const Tensor& out;
+};
+
+template <typename Version, typename... Tuning>
+void launch_version(const char* op, const GroupedProduct& product, const Tuning&... tuning) {
   const auto none = nullptr;
+  launch<Version>(
+      op, Tensors{product.x}, Tensors{product.weight}, none, none, none, none, none, none, product.group_list, none,
+      none, none, kOneOutput, product.group_type, product.list_type, kNoActivation, tuning..., Tensors{product.out},
+      none, none);
+}
+
+void launch_grouped_matmul(const char* op, const GroupedProduct& product) {
   static const bool kHasV5 = find_symbol(GroupedMatmulV5::kName) != nullptr;
   if (kHasV5) {
-    launch<GroupedMatmulV5>(
-        op, xs, weights, none, none, none, none, none, none, group_list, none, none, none, kOneOutput, group_type,
-        list_type, kNoActivation, Ints(), outs, none, none);
+    launch_version<GroupedMatmulV5>(op, product, Ints());
   } else {
-    launch<GroupedMatmulV4>(
-        op, xs, weights, none, none, none, none, none, none, group_list, none, none, none, kOneOutput, group_type,
-        list_type, kNoActivation, outs, none, none);
+    launch_version<GroupedMatmulV4>(op, product);
   }
 }
 
@@ -95,8 +98,8 @@ Tensor grouped_matmul(
   }
   const Tensor product = out == 1 ? at::empty({x.size(0), 2}, x.options()) : y;
   launch_grouped_matmul(
-      kForward, packed(padded(x, 1, std::max<int64_t>(in, 2))), npu_weight(weight, trans_weight), list, kSplitRows,
-      group_list_type, product);
+      kForward, {packed(padded(x, 1, std::max<int64_t>(in, 2))), npu_weight(weight, trans_weight), list, kSplitRows,
+                 group_list_type, product});
   return out == 1 ? y.copy_(product.narrow(1, 0, 1)) : y;
 }
 
@@ -108,8 +111,8 @@ Tensor grouped_outer(const Tensor& left, const Tensor& right, const Tensor& list
   const bool widened = rows != grad.size(1) || columns != grad.size(2);
   const Tensor product = widened ? at::empty({grad.size(0), rows, columns}, grad.options()) : grad;
   launch_grouped_matmul(
-      kWeightGrad, packed(padded(padded(left, 0, inner), 1, rows)).t(),
-      packed(padded(padded(right, 0, inner), 1, columns)), list, kSplitInner, list_type, product);
+      kWeightGrad, {packed(padded(padded(left, 0, inner), 1, rows)).t(),
+                    packed(padded(padded(right, 0, inner), 1, columns)), list, kSplitInner, list_type, product});
   return widened ? grad.copy_(product.narrow(1, 0, grad.size(1)).narrow(2, 0, grad.size(2))) : grad;
 }
 

@@ -22,11 +22,11 @@ OptionalTensor if_any(const Tensor& output) {
 Tensor npu_expert_idx(const ArgChecks& check, const Tensor& expert_idx, int64_t experts) {
   const Tensor ids = expert_idx.dim() == 2 ? expert_idx : expert_idx.unsqueeze(1);
   if (experts > 0) {
-    check_range(check, ids, "expert_idx", 0, experts);
-    return clamped(ids, 0, experts);
+    check_range(check, ids, "expert_idx", {0, experts});
+    return clamped(ids, {0, experts});
   }
   check_not_negative(check, ids, "expert_idx");
-  check_range(check, ids, "expert_idx", 0, kSortLimit);
+  check_range(check, ids, "expert_idx", {0, kSortLimit});
   return as_int32(ids);
 }
 
@@ -79,15 +79,13 @@ Tensor init_routing_v2_grad(
   Tensor grad = init_routing_v2_grad_output(grad_expanded_x, expanded_row_idx, top_k, drop_pad_mode, active_num);
   constexpr ArgChecks check(kInitGrad);
   check_npu_float(check, grad_expanded_x, "grad_expanded_x");
-  const int64_t slots = expanded_row_idx.numel();
   const bool drop_pad = drop_pad_mode == 1;
-  const int64_t rows = drop_pad ? grad_expanded_x.size(0) * grad_expanded_x.size(1) : slots;
-  const int64_t low = drop_pad ? -1 : 0;
-  check_range(check, expanded_row_idx, "expanded_row_idx", low, rows);
-  if (grad_expanded_x.numel() == 0 || slots == 0) {
+  const IndexRange range = cpu::expanded_rows(expanded_row_idx, grad_expanded_x, drop_pad);
+  check_range(check, expanded_row_idx, "expanded_row_idx", range);
+  if (grad_expanded_x.numel() == 0 || expanded_row_idx.numel() == 0) {
     return grad.zero_();
   }
-  const Tensor index = clamped(expanded_row_idx, low, rows);
+  const Tensor index = clamped(expanded_row_idx, range);
   // Rows from active_num on are skipped; without it every row is there. The kernel wants exactly the number of rows.
   const int64_t active = drop_pad || active_num == 0 ? 0 : grad_expanded_x.size(0);
   launch<MoeInitRoutingV2Grad>(kInitGrad, grad_expanded_x, index, top_k.expect_int(), drop_pad_mode, active, grad);

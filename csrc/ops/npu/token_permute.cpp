@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> token_permute(
   if (indices.dim() == 2 && !is_950(kPermute)) {
     check_npu_limit(check, indices.size(1), "size of indices in dimension 1", kMaxTopK);
   }
-  check_range(check, indices, "indices", 1 - kSortLimit, kSortLimit);
+  check_range(check, indices, "indices", {1 - kSortLimit, kSortLimit});
   if (indices.numel() == 0) {
     return {permuted, sorted_indices};
   }
@@ -52,16 +52,14 @@ Tensor token_permute_grad(
   if (!is_950(kPermuteGrad)) {
     check_npu_limit(check, top_k, "num_topk", kMaxTopK);
   }
-  const int64_t rows = permuted_output_grad.size(0);
-  const int64_t slots = sorted_indices.numel();
-  const int64_t limit = std::max(rows, slots); // rows from `rows` on are cut off
-  check_range(check, sorted_indices, "sorted_indices", -1, limit);
-  if (permuted_output_grad.numel() == 0 || slots == 0) {
+  const IndexRange range = cpu::sorted_rows(sorted_indices, permuted_output_grad);
+  check_range(check, sorted_indices, "sorted_indices", range);
+  if (permuted_output_grad.numel() == 0 || sorted_indices.numel() == 0) {
     return grad.zero_();
   }
   Tensor index = as_int32(sorted_indices);
   if (!is_950(kPermuteGrad)) {
-    index = skip_negative(index, limit);
+    index = skip_negative(index, range.high);
   }
   launch<MoeTokenPermuteGrad>(kPermuteGrad, as_matrix(permuted_output_grad), index, top_k, false, as_matrix(grad));
   return grad;

@@ -30,17 +30,12 @@ void check_npu_unpermute(const ArgChecks& check, const Tensor& rows, const Optio
   }
 }
 
-// Exclusive end of the rows that a slot may name; those from M on are cut off.
-int64_t row_limit(const Tensor& permuted_tokens, const Tensor& sorted_indices) {
-  return std::max(permuted_tokens.size(0), sorted_indices.numel());
-}
-
 // A2 and A3 skip rows past the end and slots of weight 0. Ascend 950 skips rows past the end and -1, but no other
 // negative row, and multiplies by a weight of 0, which would let NaN through.
-Tensor npu_row_map(const Tensor& sorted_indices, const OptionalTensor& probs, int64_t limit) {
+Tensor npu_row_map(const Tensor& sorted_indices, const OptionalTensor& probs, int64_t past_the_end) {
   const Tensor index = as_int32(sorted_indices);
   if (!is_950(kUnpermute)) {
-    return skip_negative(index, limit);
+    return skip_negative(index, past_the_end);
   }
   const Tensor skippable = at::clamp_min(index, -1);
   return given(probs) ? at::masked_fill(skippable, at::eq(probs->flatten(), 0), -1) : skippable;
@@ -55,12 +50,12 @@ Tensor token_unpermute(
   Tensor output = token_unpermute_output(permuted_tokens, sorted_indices, probs, padded_mode);
   constexpr ArgChecks check(kUnpermute);
   check_npu_unpermute(check, permuted_tokens, probs);
-  const int64_t limit = row_limit(permuted_tokens, sorted_indices);
-  check_range(check, sorted_indices, "sorted_indices", -1, limit);
+  const IndexRange range = cpu::sorted_rows(sorted_indices, permuted_tokens);
+  check_range(check, sorted_indices, "sorted_indices", range);
   if (permuted_tokens.numel() == 0 || output.numel() == 0) {
     return output.zero_();
   }
-  const Tensor index = npu_row_map(sorted_indices, probs, limit);
+  const Tensor index = npu_row_map(sorted_indices, probs, range.high);
   launch<MoeTokenUnpermute>(kUnpermute, as_matrix(permuted_tokens), index, probs, false, kNoShape, as_matrix(output));
   return output;
 }
@@ -97,19 +92,19 @@ std::tuple<Tensor, Tensor> token_unpermute_grad(
   check_npu_unpermute(check, permuted_tokens, probs);
   const int64_t rows = permuted_tokens.size(0);
   const int64_t tokens = unpermuted_tokens_grad.size(0);
-  const int64_t limit = row_limit(permuted_tokens, sorted_indices);
-  check_range(check, sorted_indices, "sorted_indices", -1, limit);
+  const IndexRange range = cpu::sorted_rows(sorted_indices, permuted_tokens);
+  check_range(check, sorted_indices, "sorted_indices", range);
   check_named_once(check, sorted_indices, "sorted_indices", rows);
-  rows_grad.zero_(); // the kernel leaves rows that no slot names as they are
   if (permuted_tokens.numel() == 0 || tokens == 0) {
-    return {rows_grad, probs_grad.zero_()};
+    return {rows_grad.zero_(), probs_grad.zero_()};
   }
   const SquareGrad square(rows, tokens, sorted_indices.numel() / tokens);
   const Tensor row_map = as_int32(sorted_indices);
   const Tensor index = is_950(kUnpermuteGrad) ? row_map : skip_negative(row_map, square.rows);
   const bool is_square = square.rows == rows;
+  // Zeros: the kernel leaves rows that no slot names as they are.
   const Tensor grad =
-      is_square ? as_matrix(rows_grad) : at::zeros({square.rows, rows_grad[0].numel()}, rows_grad.options());
+      is_square ? as_matrix(rows_grad).zero_() : at::zeros({square.rows, rows_grad[0].numel()}, rows_grad.options());
   // A tensor that is not written stands in for the gradient of absent probs: null is refused by some.
   const Tensor weights_grad =
       given(probs) ? at::empty({square.tokens, probs->size(1)}, probs->options()) : at::empty({}, rows_grad.options());
@@ -123,7 +118,7 @@ std::tuple<Tensor, Tensor> token_unpermute_grad(
   if (given(probs)) {
     // What the kernels store for a slot that they skip is not documented: it is 0.
     probs_grad =
-        weights_grad.narrow(0, 0, tokens).masked_fill(missing_slots(row_map, rows, limit).view_as(probs_grad), 0);
+        weights_grad.narrow(0, 0, tokens).masked_fill(missing_slots(row_map, rows, range.high).view_as(probs_grad), 0);
   }
   return {rows_grad, probs_grad};
 }

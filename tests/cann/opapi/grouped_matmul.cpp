@@ -223,7 +223,6 @@ STANDIN_API int aclnnGroupedMatmulV4GetWorkspaceSize(
     aclTensorList* dynQuantScaleOutOptional,
     uint64_t* workspaceSize,
     aclOpExecutor** executor) {
-  using standin::routing::constant;
   return standin::phase1(
       "aclnnGroupedMatmulV4", workspaceSize, executor,
       [&](standin::Plan& plan) {
@@ -235,7 +234,7 @@ STANDIN_API int aclnnGroupedMatmulV4GetWorkspaceSize(
       },
       x, weight, biasOptional, scaleOptional, offsetOptional, antiquantScaleOptional, antiquantOffsetOptional,
       perTokenScaleOptional, groupListOptional, activationInputOptional, activationQuantScaleOptional,
-      activationQuantOffsetOptional, splitItem, groupType, groupListType, actType, constant(out),
-      constant(activationFeatureOutOptional), constant(dynQuantScaleOutOptional));
+      activationQuantOffsetOptional, splitItem, groupType, groupListType, actType, out, activationFeatureOutOptional,
+      dynQuantScaleOutOptional);
 }
 STANDIN_PHASE2(aclnnGroupedMatmulV4)

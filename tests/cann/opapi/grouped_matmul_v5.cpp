@@ -1,7 +1,6 @@
 // aclnnGroupedMatmulV5, in a file of its own: a build without it is a CANN that only has V4. The contract is in
 // grouped_matmul.h.
 #include "grouped_matmul.h"
-#include "routing.h"
 
 STANDIN_API int aclnnGroupedMatmulV5GetWorkspaceSize(
     const aclTensorList* x,
@@ -26,7 +25,6 @@ STANDIN_API int aclnnGroupedMatmulV5GetWorkspaceSize(
     aclTensorList* dynQuantScaleOutOptional,
     uint64_t* workspaceSize,
     aclOpExecutor** executor) {
-  using standin::routing::constant;
   return standin::phase1(
       "aclnnGroupedMatmulV5", workspaceSize, executor,
       [&](standin::Plan& plan) {
@@ -38,7 +36,7 @@ STANDIN_API int aclnnGroupedMatmulV5GetWorkspaceSize(
       },
       x, weight, biasOptional, scaleOptional, offsetOptional, antiquantScaleOptional, antiquantOffsetOptional,
       perTokenScaleOptional, groupListOptional, activationInputOptional, activationQuantScaleOptional,
-      activationQuantOffsetOptional, splitItem, groupType, groupListType, actType, constant(tuningConfigOptional),
-      constant(out), constant(activationFeatureOutOptional), constant(dynQuantScaleOutOptional));
+      activationQuantOffsetOptional, splitItem, groupType, groupListType, actType, tuningConfigOptional, out,
+      activationFeatureOutOptional, dynQuantScaleOutOptional);
 }
 STANDIN_PHASE2(aclnnGroupedMatmulV5)

@@ -49,12 +49,6 @@ void need_dtype_of(
 void need_no_padded_mode(const Plan& plan, bool padded_mode);
 
 // ---- tensors in kernels ------------------------------------------------------------------------------------------
-// phase1 takes tensors as pointers to const.
-template <typename T>
-const T* constant(T* pointer) {
-  return pointer;
-}
-
 inline std::optional<aclTensor> copy_of(const aclTensor* tensor) {
   return tensor == nullptr ? std::nullopt : std::optional<aclTensor>(*tensor);
 }

@@ -150,6 +150,6 @@ STANDIN_API int aclnnMoeTokenPermuteGradGetWorkspaceSize(
           plan_token_permute_grad(plan, *permutedOutputGrad, *sortedIndices, numTopk, *out);
         }
       },
-      permutedOutputGrad, sortedIndices, numTopk, paddedMode, constant(out));
+      permutedOutputGrad, sortedIndices, numTopk, paddedMode, out);
 }
 STANDIN_PHASE2(aclnnMoeTokenPermuteGrad)

@@ -204,7 +204,7 @@ STANDIN_API int aclnnMoeTokenUnpermuteGetWorkspaceSize(
           plan_token_unpermute(plan, *permutedTokens, *sortedIndices, probsOptional, *out);
         }
       },
-      permutedTokens, sortedIndices, probsOptional, paddedMode, restoreShapeOptional, constant(out));
+      permutedTokens, sortedIndices, probsOptional, paddedMode, restoreShapeOptional, out);
 }
 STANDIN_PHASE2(aclnnMoeTokenUnpermute)
 
@@ -257,6 +257,6 @@ STANDIN_API int aclnnMoeTokenUnpermuteGradGetWorkspaceSize(
         }
       },
       permuteTokensOptional, unpermutedTokensGrad, sortedIndices, probsOptional, paddedMode, restoreShapeOptional,
-      constant(permutedTokensGradOut), constant(probsGradOut));
+      permutedTokensGradOut, probsGradOut);
 }
 STANDIN_PHASE2(aclnnMoeTokenUnpermuteGrad)
