@@ -3,9 +3,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <string>
+#include <vector>
 
+#include "comm/group.h"
 #include "common/registration.h"
 #include "cpu/row_ops.h"
 #include "npu_entry.h"
@@ -54,6 +58,13 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
   m.def("install_npu_entry", &moe::install_npu_entry, "Makes calls on NPU tensors load the NPU kernels.");
+  m.def(
+      "exchange_counts",
+      // Its errors are those of operators: ValueError and so on.
+      torch::wrap_pybind_function_no_gil([](const std::vector<int64_t>& send_counts, const std::string& group) {
+        return moe::comm::exchange_counts(send_counts, group);
+      }),
+      "The send counts of every rank. Collective.");
   m.attr("compiler") = moe::compiler();
   m.attr("cxx_standard") = __cplusplus;
   m.attr("openmp") = moe::has_openmp();

@@ -125,6 +125,25 @@ void ArgChecks::integer_beside(
   same_device(tensor, arg, other, other_arg);
 }
 
+void ArgChecks::counts(SymIntArrayRef counts, const char* arg, const SymInt& length) const {
+  MOE_CHECK_WITH(
+      TORCH_CHECK_VALUE, length.sym_eq(static_cast<int64_t>(counts.size())).expect_true(__FILE__, __LINE__), arg,
+      "have ep_world_size * experts (", length, ") elements, got ", counts.size());
+  for (size_t i = 0; i < counts.size(); ++i) {
+    // Small enough for any sum of them to be right.
+    const auto fits = counts[i].sym_ge(0).sym_and(counts[i].sym_le(std::numeric_limits<int32_t>::max()));
+    MOE_CHECK_WITH(
+        TORCH_CHECK_VALUE, fits.expect_true(__FILE__, __LINE__), arg, "be between 0 and 2147483647, got ", counts[i],
+        " at position ", i);
+  }
+}
+
+void ArgChecks::total(const SymInt& sum, const char* arg, const SymInt& rows, const char* rows_arg) const {
+  MOE_CHECK_WITH(
+      TORCH_CHECK_VALUE, sum.sym_eq(rows).expect_true(__FILE__, __LINE__), arg, "sum to the number of rows of ",
+      rows_arg, " (", rows, "), got ", sum);
+}
+
 void ArgChecks::slot_count(const SymInt& slots, const char* arg) const {
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, slots.sym_le(std::numeric_limits<int32_t>::max()).expect_true(__FILE__, __LINE__), arg,

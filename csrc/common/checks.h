@@ -51,6 +51,10 @@ class ArgChecks {
   void floating_like(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const;
   // An int32 or int64 tensor on the device of `other`.
   void integer_beside(const Tensor& tensor, const char* arg, const Tensor& other, const char* other_arg) const;
+  // One number of rows, of at most int32 size, for each of `length` (peer rank, expert) pairs.
+  void counts(SymIntArrayRef counts, const char* arg, const SymInt& length) const;
+  // `sum` of the elements of `arg` is the number of rows of `rows_arg`.
+  void total(const SymInt& sum, const char* arg, const SymInt& rows, const char* rows_arg) const;
   // The number of slots: it must fit the int32 row maps.
   void slot_count(const SymInt& slots, const char* arg) const;
   // (experts, capacity, H): each factor and the number of rows must fit int32, so that products cannot overflow.

@@ -16,6 +16,7 @@ from torch_moe_ops import _npu  # noqa: E402
 
 _npu.start()
 
+from torch_moe_ops.distributed import ExpertCounts, exchange_counts  # noqa: E402
 from torch_moe_ops.ops import *  # noqa: E402, F403
 from torch_moe_ops.ops import __all__ as _op_names  # noqa: E402
 
@@ -24,4 +25,4 @@ try:
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["__version__", *_op_names]
+__all__ = ["ExpertCounts", "__version__", "exchange_counts", *_op_names]

@@ -5,6 +5,10 @@ token, n = T·K slots (slot ``i = t * K + k``), E experts, C capacity, M rows of
 H hidden size.
 """
 
+from torch_moe_ops.ops.alltoallv_grouped_matmul import (
+    alltoallv_grouped_matmul,
+    grouped_matmul_alltoallv,
+)
 from torch_moe_ops.ops.finalize_routing_v2 import finalize_routing_v2, finalize_routing_v2_grad
 from torch_moe_ops.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight_grad
 from torch_moe_ops.ops.init_routing_v2 import init_routing_v2, init_routing_v2_grad
@@ -12,9 +16,11 @@ from torch_moe_ops.ops.token_permute import token_permute, token_permute_grad
 from torch_moe_ops.ops.token_unpermute import token_unpermute, token_unpermute_grad
 
 __all__ = [
+    "alltoallv_grouped_matmul",
     "finalize_routing_v2",
     "finalize_routing_v2_grad",
     "grouped_matmul",
+    "grouped_matmul_alltoallv",
     "grouped_matmul_weight_grad",
     "init_routing_v2",
     "init_routing_v2_grad",

@@ -18,23 +18,38 @@ _LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
 SetupContext = Callable[..., None]
 Backward = Callable[..., Any]
+Kernel = Callable[..., Any]
 
 # autograd.Function.apply gets the dispatch keys and the keyword arguments before the inputs.
 _NUM_LEADING = 2
 
 
 def register_autograd(op: str, backward: Backward, setup_context: SetupContext) -> None:
-    """Registers the gradient formula of ``moe::<op>``.
+    """Registers the gradient formula of ``moe::<op>``: see :func:`autograd_kernel`."""
+    register_kernel(op, "Autograd", autograd_kernel(op, backward, setup_context))
 
-    Like torch.library.register_autograd, with the same signatures of the two callbacks, but for two
-    things: an input with a forward-mode tangent is refused, where torch's kernel drops the tangent
-    in silence; and less is done in each call (no copy of the schema's defaults, no bookkeeping
-    objects), which matters for small inputs.
+
+def register_kernel(op: str, key: str, kernel: Kernel) -> None:
+    """Registers ``kernel(dispatch_keys, *args, **kwargs)`` for a dispatch key."""
+    _LIBRARY.impl(op, kernel, key, with_keyset=True)
+
+
+def autograd_kernel(op: str, backward: Backward, setup_context: SetupContext) -> Kernel:
+    """The Autograd kernel of ``moe::<op>``, from its gradient formula.
+
+    Like torch.library.register_autograd, with the same signatures of the two callbacks, but for
+    three things: an input with a forward-mode tangent is refused, where torch's kernel drops the
+    tangent in silence; less is done in each call (no copy of the schema's defaults, no bookkeeping
+    objects), which matters for small inputs; and keyword-only tensors are allowed. These come last,
+    in the order of the schema, among the inputs that ``backward`` returns gradients for.
     """
     overload = getattr(torch.ops.moe, op).default
     arguments = overload._schema.arguments
     defaults = tuple(a.default_value for a in arguments if not a.kwarg_only)
     keyword_defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+    keyword_tensors = tuple(
+        a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.real_type)
+    )
 
     redispatch = overload.redispatch
     below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -46,6 +61,10 @@ def register_autograd(op: str, backward: Backward, setup_context: SetupContext) 
             return redispatch(keys & keys_below, *args, **kwargs)
 
     def forward(ctx: Any, keys: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        if keyword_tensors:
+            tensors = args[len(defaults) :]
+            args = args[: len(defaults)]
+            kwargs = {**kwargs, **dict(zip(keyword_tensors, tensors, strict=True))}
         output = call_kernel(keys, args, kwargs)
         # The dispatcher leaves out trailing arguments that have their default value.
         inputs = args + defaults[len(args) :]
@@ -65,14 +84,18 @@ def register_autograd(op: str, backward: Backward, setup_context: SetupContext) 
         {"forward": staticmethod(forward), "backward": staticmethod(with_leading)},
     )
 
-    def autograd_kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(kwargs.get(name) for name in keyword_tensors)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(op, args)
-        if torch.is_grad_enabled() and any_requires_grad(*args):
+            _refuse_tangents(op, args + tensors)
+        if torch.is_grad_enabled() and any_requires_grad(*args, *tensors):
+            if keyword_tensors:
+                others = {k: v for k, v in kwargs.items() if k not in keyword_tensors}
+                return function.apply(keys, others, *args, *defaults[len(args) :], *tensors)
             return function.apply(keys, kwargs, *args)
         return call_kernel(keys, args, kwargs)
 
-    _LIBRARY.impl(op, autograd_kernel, "Autograd", with_keyset=True)
+    return kernel
 
 
 def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
@@ -98,19 +121,23 @@ def needs_grad(ctx: Any, num_inputs: int) -> tuple[bool, ...]:
 def register_matmul_autocast(op: str, num_tensors: int) -> None:
     """Makes ``moe::<op>`` follow torch.matmul under autocast.
 
-    The first ``num_tensors`` arguments, if floating and not float64, are cast to the autocast
-    dtype. (torch's own register_autocast takes one fixed dtype and no keyword arguments.)
+    The first ``num_tensors`` arguments and all keyword-only tensors, if floating and not float64,
+    are cast to the autocast dtype. (torch's own register_autocast takes one fixed dtype and no keyword arguments.)
     """
     overload = getattr(torch.ops.moe, op).default
 
-    def make_kernel(key: str) -> Callable[..., Tensor]:
+    def make_kernel(key: str) -> Kernel:
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-        def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = torch.get_autocast_dtype(args[0].device.type)
             cast = [_autocast(tensor, dtype) for tensor in args[:num_tensors]]
+            others = {
+                name: _autocast(value, dtype) if isinstance(value, Tensor) else value
+                for name, value in kwargs.items()
+            }
             with torch._C._ExcludeDispatchKeyGuard(excluded):
-                return overload(*cast, *args[num_tensors:], **kwargs)
+                return overload(*cast, *args[num_tensors:], **others)
 
         return kernel
 
