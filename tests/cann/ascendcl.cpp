@@ -336,7 +336,7 @@ void aclAppLog(aclLogLevel level, const char* function, const char*, uint32_t, c
   va_end(arguments);
 }
 
-// torch_npu tells HCCL too whether to be deterministic; there are no collectives here.
+// torch_npu tells HCCL too whether to be deterministic; the collectives of the stand-in always are.
 STANDIN_API int HcclSetConfig(int, int64_t) {
   return 0;
 }

@@ -1,8 +1,8 @@
 """Builds the stand-in for CANN: `python tests/cann/build.py OUT_DIR`, or build(out_dir).
 
 Needs g++, and torch and torch_npu installed (neither is imported). OUT_DIR gets a directory for
-each variant, to be given to bootstrap.load: "current" has all operators, "old" lacks
-aclnnGroupedMatmulV5 as CANN releases before it do, and "bare" has no MoE operator at all. What is
+each variant, to be given to bootstrap.load: "current" has all operators, "old" lacks those of the
+sources in LATER as CANN releases before them do, and "bare" has no MoE operator at all. What is
 up to date is not built again.
 """
 
@@ -31,10 +31,10 @@ LINK_FLAGS = ["-Wl,--no-as-needed", "-Wl,-z,defs", "-Wl,-rpath,$ORIGIN"]
 RUNTIME = {
     "libascendcl.so": ["ascendcl.cpp", "memory.cpp", "stream.cpp"],
     "libnnopbase.so": ["nnopbase.cpp", "elements.cpp", "trace.cpp"],
+    "libhccl.so": ["hccl.cpp", "hccl_calls.cpp", "hccl_data.cpp", "hccl_transport.cpp"],
 }
 # Libraries of stubs, and which of the symbols that torch_npu needs they hold; the last the rest.
 STUBS = {
-    "libhccl.so": r"Hccl|Hcom",
     "libacl_op_compiler.so": r"aclop|aclGenGraph",
     "libacl_tdt_channel.so": r"acltdt",
     "libgraph.so": r"_ZN?K?2ge",
@@ -44,6 +44,8 @@ STUBS = {
 LOOKED_UP = ["aclopCompileAndExecuteV2"]
 CANN_SYMBOL = re.compile(r"acl[A-Z]|acl[a-z]+[A-Z]|Hccl|Hcom|Msprof|rt[A-Z]|_ZNK?2ge")
 VARIANTS = ("current", "old", "bare")
+# Sources of libopapi.so with functions that came in later releases.
+LATER = ("grouped_matmul_v5", "alltoallv_grouped_matmul_v2")
 
 STUB_HEAD = """#include <cstdio>
 #include <cstdlib>
@@ -79,7 +81,7 @@ def wanted(variant: str, operator: str) -> bool:
     """Whether a variant of libopapi.so has the operators of a source of that name."""
     if variant == "bare":
         return operator == "aten"
-    return variant == "current" or operator != "grouped_matmul_v5"
+    return variant == "current" or operator not in LATER
 
 
 def digest(*parts: object) -> str:
@@ -141,11 +143,11 @@ class Builder:
         return {line.split()[-1].split("@")[0] for line in lines if len(line.split()) > 1}
 
     def write_stubs(self) -> dict[str, Path]:
-        """Sources of stubs for all that torch_npu's libraries need and libascendcl.so lacks."""
+        """Sources of stubs for all that torch_npu's libraries need and the runtime lacks."""
         libraries = [*(self.torch_npu / "lib").glob("lib*.so"), *self.torch_npu.glob("_C*.so")]
         atb = "libop_plugin_atb.so"  # loaded only where the ATB library is
         needed = self.symbols([path for path in libraries if path.name != atb], "--undefined-only")
-        have = self.symbols([self.lib / "libascendcl.so"], "--defined-only")
+        have = self.symbols([self.lib / name for name in RUNTIME], "--defined-only")
         missing = sorted(name for name in needed - have if CANN_SYMBOL.match(name))
         left = [*missing, *LOOKED_UP]
         sources = {}

@@ -3,6 +3,7 @@
 //
 //   ascendcl.cpp, memory.cpp, stream.cpp   devices, memory, streams, events          -> libascendcl.so
 //   nnopbase.cpp, elements.cpp, trace.cpp  descriptors, executors, elements, trace    -> libnnopbase.so
+//   hccl*.cpp                              communicators, collectives                -> libhccl.so
 //   opapi/*.cpp                            the aclnn functions                        -> libopapi.so
 //   aten_override.cpp                      ATen on NPU tensors, by the CPU            -> libstandin_aten.so
 //   build.py, bootstrap.py                 build all of it; load it into a process
@@ -136,6 +137,8 @@ constexpr int kNullptr = 161001;      // ACLNN_ERR_PARAM_NULLPTR
 constexpr int kInvalid = 161002;      // ACLNN_ERR_PARAM_INVALID
 constexpr int kTiling = 561002;       // ACLNN_ERR_INNER_TILING_ERROR
 constexpr int kInnerNullptr = 561103; // ACLNN_ERR_INNER_NULLPTR
+constexpr int kNoGroup = 361001;      // ACLNN_ERR_RUNTIME_ERROR: the name of a group is unknown
+constexpr int kNoBinary = 561003;     // ACLNN_ERR_INNER_FIND_KERNEL_ERROR: not for this product
 
 struct Refused {
   int code;
@@ -230,6 +233,9 @@ int phase1(
   return run_phase1(api, {describe(args)...}, std::move(tensors), workspace_size, executor, plan);
 }
 
+// Puts into the trace what has no phases, such as a collective: a call that succeeded and was launched.
+void trace_launch(const char* api, const std::vector<Argument>& arguments, aclrtStream stream);
+
 } // namespace standin
 
 #pragma GCC visibility pop
@@ -250,7 +256,8 @@ STANDIN_API int64_t standin_live(const char* kind);
 // counts the calls of one operator only. "malloc" fails from the nth call on until cleared, because allocators try
 // again.
 STANDIN_API void standin_fail(const char* where, int64_t nth, int64_t code);
-// Starts (path) or stops (null) a trace of aclnn calls as JSON lines. CANN_STANDIN_TRACE=path starts one at load.
+// Starts (path) or stops (null) a trace of aclnn calls and collectives as JSON lines. CANN_STANDIN_TRACE=path starts
+// one at load.
 STANDIN_API void standin_trace(const char* path);
 // Kernels launched so far (phase 2 calls that were not skipped).
 STANDIN_API int64_t standin_launches();

@@ -202,6 +202,10 @@ void trace_phase2(int64_t call, const char* api, aclrtStream stream, bool launch
   write_line(out.str());
 }
 
+void trace_launch(const char* api, const std::vector<Argument>& arguments, aclrtStream stream) {
+  trace_phase2(trace_phase1(api, arguments, 0, ACL_SUCCESS), api, stream, true, ACL_SUCCESS);
+}
+
 } // namespace standin
 
 STANDIN_API void standin_trace(const char* path) {
