@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent
 PACKAGE = "torch_moe_ops"
 
 
-# CPU code that the NPU library has too: it reads index values that were copied to the host.
+# What the NPU library has too: code that reads index values that were copied to the host.
 SHARED_WITH_NPU = ("csrc/cpu/slots.cpp", "csrc/cpu/group_offsets.cpp")
 
 
@@ -46,7 +46,7 @@ def sources() -> tuple[list[str], list[str]]:
     paths = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cpp"))
     npu = [str(path) for path in paths if path.parent.name == "npu"]
     cpu = [str(path) for path in paths if path.parent.name != "npu"]
-    common = [path for path in cpu if path.startswith("csrc/common/")]
+    common = [path for path in cpu if path.startswith(("csrc/common/", "csrc/comm/"))]
     return cpu, [*npu, *common, *SHARED_WITH_NPU]
 
 

@@ -2,9 +2,9 @@
 // operators themselves are reached through torch.ops.moe; nothing here is on their call path.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 #include <vector>
@@ -61,10 +61,10 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "exchange_counts",
       // Its errors are those of operators: ValueError and so on.
-      torch::wrap_pybind_function_no_gil([](const std::vector<int64_t>& send_counts, const std::string& group) {
+      torch::wrap_pybind_function_no_gil([](const at::Tensor& send_counts, const std::string& group) {
         return moe::comm::exchange_counts(send_counts, group);
       }),
-      "The send counts of every rank. Collective.");
+      "This rank, and the send counts of every rank. Collective.");
   m.attr("compiler") = moe::compiler();
   m.attr("cxx_standard") = __cplusplus;
   m.attr("openmp") = moe::has_openmp();

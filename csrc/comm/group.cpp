@@ -1,7 +1,9 @@
 #include "group.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -30,7 +32,7 @@ int64_t operator_number(std::string_view name) {
   return std::find(kOperators.begin(), kOperators.end(), name) - kOperators.begin();
 }
 
-std::string describe(size_t field, int64_t value) {
+std::string describe(int64_t field, int64_t value) {
   switch (field) {
     case kOperator:
       return std::string("the operator ") + kOperators.at(value);
@@ -62,66 +64,62 @@ auto communicate(const ArgChecks& check, const std::string& group_name, const Bo
 }
 
 // Where the numbers of a collective have to be: on the host if the group can, since that is where they are needed.
-at::Device counts_device(const Group& group, at::Device rows_device) {
-  for (const auto type : group.processes->getDeviceTypes()) {
-    if (type == at::kCPU) {
-      return at::kCPU;
-    }
-  }
-  return rows_device;
+at::Device counts_device(const Group& group) {
+  const auto types = group.processes->getDeviceTypes();
+  const bool on_host = std::find(types.begin(), types.end(), at::kCPU) != types.end();
+  return on_host || types.empty() ? at::kCPU : types.front();
 }
 
-// The values of all ranks, one after the other. By an all-to-all of copies: gloo takes half the time of its all-gather.
-std::vector<int64_t> gather(
-    const ArgChecks& check, const Group& group, const std::vector<int64_t>& values, at::Device rows_device) {
-  if (group.size() == 1) {
-    return values;
-  }
-  const at::Device device = counts_device(group, rows_device);
+// The values (1-D, int64) of all ranks, one after the other. By an all-to-all of copies: gloo takes half the time of
+// its all-gather.
+std::vector<int64_t> gather(const ArgChecks& check, const Group& group, const Tensor& values) {
   const int64_t ranks = group.size();
-  const auto each = static_cast<int64_t>(values.size());
-  return communicate(check, group.name, [&] {
-    Tensor copies = at::tensor(values, at::kLong).expand({ranks, each}).contiguous().to(device);
-    Tensor all = at::empty_like(copies);
-    std::vector<int64_t> equal_parts;
-    group.processes->all_to_all_single(all, copies, equal_parts, equal_parts)->wait();
-    const Tensor host = all.cpu();
-    const int64_t* data = host.const_data_ptr<int64_t>();
-    return std::vector<int64_t>(data, data + ranks * each);
-  });
+  Tensor all = values;
+  if (ranks > 1) {
+    communicate(check, group.name, [&] {
+      const at::Device device = counts_device(group);
+      Tensor copies = (values.device().type() == device.type() ? values : values.to(device))
+                          .expand({ranks, values.size(0)})
+                          .contiguous();
+      all = at::empty_like(copies);
+      std::vector<int64_t> equal_parts;
+      return group.processes->all_to_all_single(all, copies, equal_parts, equal_parts)->wait();
+    });
+  }
+  all = all.cpu().contiguous();
+  const int64_t* data = all.const_data_ptr<int64_t>();
+  return {data, data + all.numel()};
 }
 
 // `records`: one of `size` numbers for each rank, which starts with its header.
-void check_headers(const ArgChecks& check, const std::vector<int64_t>& records, size_t size) {
-  for (size_t rank = 1; rank < records.size() / size; ++rank) {
-    for (size_t field = 0; field < kNumFields; ++field) {
-      const int64_t theirs = records[rank * size + field];
+void check_headers(const ArgChecks& check, const std::vector<int64_t>& records, int64_t size) {
+  for (int64_t first = 0; first < static_cast<int64_t>(records.size()); first += size) {
+    for (int64_t field = 0; field < kNumFields; ++field) {
+      const int64_t theirs = records[first + field];
       TORCH_CHECK_VALUE(
           theirs == records[field], "moe::", check.op(), ": the ranks must agree, got ",
-          describe(field, records[field]), " on rank 0 and ", describe(field, theirs), " on rank ", rank);
+          describe(field, records[field]), " on rank 0 and ", describe(field, theirs), " on rank ", first / size);
     }
   }
 }
 
-// What the ranks tell each other: a header, the send counts, the receive counts. The first kFirstPart numbers go first:
-// ranks whose headers differ may have records of different lengths.
-std::vector<int64_t> gather_records(
-    const ArgChecks& check, const Group& group, const std::vector<int64_t>& record, at::Device rows_device) {
-  constexpr size_t kFirstPart = 512; // enough for 127 experts on 2 ranks, 31 on 8: one collective
-  std::vector<int64_t> first = record;
-  first.resize(kFirstPart);
-  const auto firsts = gather(check, group, first, rows_device);
+// What the ranks tell each other: a header, then counts. The first kFirstPart numbers go first: ranks whose headers
+// differ may have records of different lengths.
+std::vector<int64_t> gather_records(const ArgChecks& check, const Group& group, const Tensor& record) {
+  constexpr int64_t kFirstPart = 512; // enough for 127 experts on 2 ranks, 31 on 8: one collective
+  const int64_t first_size = std::min(record.size(0), kFirstPart);
+  Tensor first = at::zeros({kFirstPart}, record.options());
+  first.narrow(0, 0, first_size).copy_(record.narrow(0, 0, first_size));
+  const auto firsts = gather(check, group, first);
   check_headers(check, firsts, kFirstPart);
+  const int64_t rest_size = record.size(0) - first_size;
   std::vector<int64_t> rests;
-  if (record.size() > kFirstPart) {
-    rests = gather(check, group, {record.begin() + kFirstPart, record.end()}, rows_device);
+  if (rest_size > 0) {
+    rests = gather(check, group, record.narrow(0, first_size, rest_size));
   }
   std::vector<int64_t> records;
-  const auto ranks = static_cast<int64_t>(firsts.size() / kFirstPart);
-  const auto first_size = static_cast<int64_t>(std::min(record.size(), kFirstPart));
-  const auto rest_size = static_cast<int64_t>(record.size()) - first_size;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const auto part = firsts.begin() + rank * static_cast<int64_t>(kFirstPart);
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    const auto part = firsts.begin() + rank * kFirstPart;
     records.insert(records.end(), part, part + first_size);
     records.insert(records.end(), rests.begin() + rank * rest_size, rests.begin() + (rank + 1) * rest_size);
   }
@@ -229,7 +227,7 @@ CountMatrix gather_counts(
       operator_number(check.op()), counts.experts, static_cast<int64_t>(rows.scalar_type()), row_size};
   record.insert(record.end(), counts.send.begin(), counts.send.end());
   record.insert(record.end(), counts.recv.begin(), counts.recv.end());
-  const auto gathered = gather_records(check, group, record, rows.device());
+  const auto gathered = gather_records(check, group, at::tensor(record, at::kLong));
   const Records records{gathered, counts};
   check_agreement(check, records);
   CountMatrix matrix;
@@ -240,22 +238,22 @@ CountMatrix gather_counts(
   return matrix;
 }
 
-CountMatrix exchange_counts(const std::vector<int64_t>& send_counts, std::string_view group_name) {
+std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::string_view group_name) {
   constexpr ArgChecks check("exchange_counts");
   const Group group = resolve_group(check, group_name);
   const int64_t ranks = group.size();
-  const auto pairs = static_cast<int64_t>(send_counts.size());
+  const int64_t pairs = send_counts.size(0);
   check.multiple_of(pairs, "number of send_counts", ranks, "the number of ranks");
-  check.counts(c10::fromIntArrayRefSlow(send_counts), "send_counts", pairs);
-  std::vector<int64_t> record = {operator_number(check.op()), pairs / ranks, 0, 0};
-  record.insert(record.end(), send_counts.begin(), send_counts.end());
-  const auto records = gather_records(check, group, record, at::kCPU);
+  const Tensor header = at::tensor({operator_number(check.op()), pairs / ranks, int64_t{0}, int64_t{0}}, at::kLong);
+  const auto records = gather_records(check, group, at::cat({header.to(send_counts.device()), send_counts}));
   CountMatrix matrix;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const auto first = records.begin() + rank * (kNumFields + pairs) + kNumFields;
     matrix.emplace_back(first, first + pairs);
+    // All ranks find the same: a device's counts have not been looked at before.
+    check.counts(c10::fromIntArrayRefSlow(matrix.back()), "send_counts", pairs);
   }
-  return matrix;
+  return {group.rank(), matrix};
 }
 
 RowExchange::RowExchange(const ArgChecks& check, const Group& group, const Counts& counts, Tensor send, Tensor recv)

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "../common/checks.h"
@@ -28,6 +29,9 @@ struct Group {
 
   int64_t size() const {
     return processes ? processes->getSize() : 1;
+  }
+  int64_t rank() const {
+    return processes ? processes->getRank() : 0;
   }
 };
 
@@ -60,8 +64,9 @@ using CountMatrix = std::vector<std::vector<int64_t>>;
 CountMatrix gather_counts(
     const ArgChecks& check, const Group& group, const Counts& counts, const Tensor& rows, int64_t row_size);
 
-// Collective: the send counts of all ranks, from those of this one. For torch_moe_ops.exchange_counts.
-CountMatrix exchange_counts(const std::vector<int64_t>& send_counts, std::string_view group);
+// Collective, waits once for an NPU: this rank, and the send counts of all ranks, from those of this one (1-D, int64,
+// on any device). For torch_moe_ops.exchange_counts.
+std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::string_view group);
 
 // Starts the exchange of rows between ranks, `recv` being written: rank-major on both sides. Both are contiguous, and
 // live until the end of `finish`.

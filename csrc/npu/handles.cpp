@@ -118,6 +118,10 @@ aclIntArray* Handles::int_array(at::IntArrayRef values) {
   return int_arrays_.emplace_back(array);
 }
 
+const char* Handles::text(std::string_view value) {
+  return texts_.emplace_back(value).c_str();
+}
+
 aclOpExecutor* Handles::take_executor() {
   return std::exchange(executor_, nullptr);
 }

@@ -7,6 +7,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <list>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "acl_types.h"
@@ -27,6 +30,8 @@ class Handles {
   aclTensor* tensor(const at::Tensor& tensor);
   aclTensorList* list(at::TensorList tensors);
   aclIntArray* int_array(at::IntArrayRef values);
+  // A copy that lives as long as the call: no document says when CANN reads it.
+  const char* text(std::string_view value);
 
   // Where phase 1 stores its executor. It stays null until then, so that a failed phase 1 leaves nothing to release.
   aclOpExecutor** executor_slot() {
@@ -42,6 +47,7 @@ class Handles {
   std::vector<aclTensor*> tensors_;
   std::vector<aclTensorList*> lists_;
   std::vector<aclIntArray*> int_arrays_;
+  std::list<std::string> texts_;
 };
 
 } // namespace moe::npu

@@ -82,6 +82,9 @@ void print(std::ostream& out, const Argument& argument) {
     case Argument::Kind::Bool:
       out << (argument.values.front() != 0 ? "true" : "false");
       return;
+    case Argument::Kind::Text:
+      out << '"' << argument.text << '"';
+      return;
     case Argument::Kind::Ints:
       out << at::IntArrayRef(argument.values);
       return;
@@ -255,6 +258,11 @@ aclIntArray* Convert<aclIntArray*>::from(Call& call, const std::optional<Ints>& 
 aclIntArray* Convert<aclIntArray*>::from(Call& call, std::nullptr_t) {
   call.add({});
   return nullptr;
+}
+
+const char* Convert<const char*>::from(Call& call, const std::string& text) {
+  call.add({Argument::Kind::Text, {}, {}, text});
+  return call.handles().text(text);
 }
 
 int64_t Convert<int64_t>::from(Call& call, int64_t value) {

@@ -10,6 +10,7 @@
 //   aclTensor*      a Tensor; an optional Tensor or nullptr where null is allowed
 //   aclTensorList*  Tensors{...}, or nullptr
 //   aclIntArray*    Ints{...}, or nullptr
+//   const char*     a std::string
 //   int64_t, bool   exactly that type: anything that would be converted does not compile
 #pragma once
 
@@ -34,9 +35,10 @@ using Ints = std::vector<int64_t>;
 
 // What a message says about an argument. It keeps no tensor alive.
 struct Argument {
-  enum class Kind { Null, Tensor, TensorList, Ints, Int, Bool } kind = Kind::Null;
+  enum class Kind { Null, Tensor, TensorList, Ints, Int, Bool, Text } kind = Kind::Null;
   std::vector<std::pair<at::ScalarType, at::DimVector>> tensors;
   Ints values; // of an int, a bool, or an int array
+  std::string text{};
 };
 
 // One call, from the conversion of its arguments to the end of phase 2.
@@ -102,6 +104,11 @@ struct Convert<aclIntArray*> {
 
 template <typename Handle>
 struct Convert<const Handle*> : Convert<Handle*> {};
+
+template <>
+struct Convert<const char*> {
+  static const char* from(Call& call, const std::string& text);
+};
 
 template <>
 struct Convert<int64_t> {

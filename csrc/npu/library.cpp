@@ -9,6 +9,7 @@
 
 #include "../common/registration.h"
 #include "device.h"
+#include "expert_comm.h"
 #include "launch.h"
 
 namespace moe {
@@ -27,7 +28,8 @@ namespace {
 
 namespace py = pybind11;
 
-// What Python passes for a C parameter: Tensor or None, a list of tensors or None, a list of ints or None, int, bool.
+// What Python passes for a C parameter: Tensor or None, a list of tensors or None, a list of ints or None, str, int,
+// bool.
 template <typename Parameter>
 struct Python {
   using type = Parameter;
@@ -43,6 +45,10 @@ struct Python<aclTensorList*> {
 template <>
 struct Python<aclIntArray*> {
   using type = std::optional<Ints>;
+};
+template <>
+struct Python<const char*> {
+  using type = std::string;
 };
 template <typename Handle>
 struct Python<const Handle*> : Python<Handle*> {};
@@ -79,5 +85,11 @@ PYBIND11_MODULE(_C_npu, m) {
   m.def("searched_libraries", &moe::npu::searched_libraries, "The operator libraries, in the order of search.");
   m.def("soc_name", &moe::npu::soc_name, "Name of the chip, as CANN's runtime has it.");
   m.def("cann_version", &moe::npu::cann_version_text, "The release of CANN.");
+  m.def(
+      "with_agreed_path",
+      [](const std::string& group, const moe::comm::CountMatrix& send_counts) {
+        return moe::comm::with_path(group, moe::npu::agreed_path("exchange_counts", send_counts));
+      },
+      "The group's name with the way that all its ranks take, from the send counts of all of them.");
   moe::npu::for_each_operator([&m](auto op) { moe::npu::define_operator(m, op); });
 }

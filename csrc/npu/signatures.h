@@ -187,6 +187,97 @@ struct GroupedMatmulV4 : GroupedMatmul<> {
   static constexpr Names kArguments = without<16>(GroupedMatmulV5::kArguments); // tuningConfigOptional
 };
 
+// Both directions, with the communication mode of their second versions or without.
+template <typename... Mode>
+struct AlltoAllvGroupedMatMulBase : AclnnOperator<
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const char*,
+                                        Mode...,
+                                        int64_t,
+                                        const aclIntArray*,
+                                        const aclIntArray*,
+                                        bool,
+                                        bool,
+                                        bool,
+                                        aclTensor*,
+                                        aclTensor*,
+                                        aclTensor*> {};
+
+struct AlltoAllvGroupedMatMulV2 : AlltoAllvGroupedMatMulBase<const char*> {
+  static constexpr const char* kName = "aclnnAlltoAllvGroupedMatMulV2";
+  static constexpr Names kArguments = {
+      "gmmX",
+      "gmmWeight",
+      "sendCountsTensorOptional",
+      "recvCountsTensorOptional",
+      "mmXOptional",
+      "mmWeightOptional",
+      "group",
+      "commMode",
+      "epWorldSize",
+      "sendCounts",
+      "recvCounts",
+      "transGmmWeight",
+      "transMmWeight",
+      "permuteOutFlag",
+      "gmmY",
+      "mmYOptional",
+      "permuteOutOptional"};
+};
+
+struct AlltoAllvGroupedMatMul : AlltoAllvGroupedMatMulBase<> {
+  static constexpr const char* kName = "aclnnAlltoAllvGroupedMatMul";
+  static constexpr Names kArguments = without<7>(AlltoAllvGroupedMatMulV2::kArguments); // commMode
+};
+
+template <typename... Mode>
+struct GroupedMatMulAlltoAllvBase : AclnnOperator<
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const aclTensor*,
+                                        const char*,
+                                        Mode...,
+                                        int64_t,
+                                        const aclIntArray*,
+                                        const aclIntArray*,
+                                        bool,
+                                        bool,
+                                        aclTensor*,
+                                        aclTensor*> {};
+
+struct GroupedMatMulAlltoAllvV2 : GroupedMatMulAlltoAllvBase<const char*> {
+  static constexpr const char* kName = "aclnnGroupedMatMulAlltoAllvV2";
+  static constexpr Names kArguments = {
+      "gmmX",
+      "gmmWeight",
+      "sendCountsTensorOptional",
+      "recvCountsTensorOptional",
+      "mmXOptional",
+      "mmWeightOptional",
+      "group",
+      "commMode",
+      "epWorldSize",
+      "sendCounts",
+      "recvCounts",
+      "transGmmWeight",
+      "transMmWeight",
+      "y",
+      "mmYOptional"};
+};
+
+struct GroupedMatMulAlltoAllv : GroupedMatMulAlltoAllvBase<> {
+  static constexpr const char* kName = "aclnnGroupedMatMulAlltoAllv";
+  static constexpr Names kArguments = without<7>(GroupedMatMulAlltoAllvV2::kArguments); // commMode
+};
+
 // Calls visit(Operator{}) for each of them.
 template <typename Visit>
 void for_each_operator(const Visit& visit) {
@@ -200,6 +291,10 @@ void for_each_operator(const Visit& visit) {
   visit(MoeFinalizeRoutingV2Grad{});
   visit(GroupedMatmulV5{});
   visit(GroupedMatmulV4{});
+  visit(AlltoAllvGroupedMatMulV2{});
+  visit(AlltoAllvGroupedMatMul{});
+  visit(GroupedMatMulAlltoAllvV2{});
+  visit(GroupedMatMulAlltoAllv{});
 }
 
 } // namespace moe::npu

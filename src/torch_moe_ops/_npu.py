@@ -59,6 +59,19 @@ def status() -> str:
     return "the first call on an NPU tensor will load them" if _has_torch_npu() else NOT_IMPORTED
 
 
+def communicator_name(group: str) -> str:
+    """CANN's name for a process group, as its fused operators want it. Called by _C_npu.
+
+    Makes the communicator of the current device if there is none yet, which is collective.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    backend = c10d._resolve_process_group(group)._get_backend(torch.device("npu"))
+    # The rank in the whole world, also for a smaller group.
+    name: str = backend.get_hccl_comm_name(c10d.get_rank(), init_comm=True)
+    return name
+
+
 def _has_torch_npu() -> bool:
     """False also while torch_npu is being imported: its version and library may not be there."""
     module = sys.modules.get("torch_npu")

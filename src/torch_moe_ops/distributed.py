@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from torch_moe_ops import _C
-from torch_moe_ops.ops._group import as_ints, group_name
+from torch_moe_ops import _C, _npu
+from torch_moe_ops.ops._group import as_ints, check_counts_tensor, group_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,14 +65,30 @@ def exchange_counts(send_counts: Sequence[int] | Tensor, group: ProcessGroup | s
         [3, 0, 2]
     """
     name = group_name("exchange_counts", group)
-    sent = as_ints("exchange_counts", "send_counts", send_counts)
-    by_rank = _C.exchange_counts(sent, name)
-    rank = dist.distributed_c10d._resolve_process_group(name).rank() if name else 0
-    experts = len(sent) // len(by_rank)
+    rank, by_rank = _C.exchange_counts(_as_tensor(send_counts), name)
+    experts = len(by_rank[rank]) // len(by_rank)
     first = rank * experts
     return ExpertCounts(
-        send_counts=sent,
+        send_counts=by_rank[rank],
         recv_counts=[row[first + j] for row in by_rank for j in range(experts)],
-        group=name,
+        group=_with_agreed_path(name, by_rank),
         rows_per_expert=[sum(column) for column in zip(*by_rank, strict=True)],
     )
+
+
+def _as_tensor(send_counts: Sequence[int] | Tensor) -> Tensor:
+    """1-D, int64. What is on a device stays there: it is the exchange that waits for it."""
+    if isinstance(send_counts, Tensor):
+        check_counts_tensor("exchange_counts", "send_counts", send_counts)
+        return send_counts.detach().to(torch.int64)
+    ints = as_ints("exchange_counts", "send_counts", send_counts)
+    return torch.tensor(ints, dtype=torch.int64)
+
+
+def _with_agreed_path(name: str, by_rank: list[list[int]]) -> str:
+    if not name or _npu.status():
+        return name  # no NPU: there is nothing to agree about
+    from torch_moe_ops import _C_npu
+
+    agreed: str = _C_npu.with_agreed_path(name, by_rank)
+    return agreed

@@ -32,11 +32,25 @@ ACLNN_FUNCTIONS = {
     "finalize_routing_v2_grad": ("aclnnMoeFinalizeRoutingV2Grad",),
     "grouped_matmul": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
     "grouped_matmul_weight_grad": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
+    # Without the fused functions, or outside their limits, an exchange of HCCL and grouped_matmul.
+    "alltoallv_grouped_matmul": (
+        "aclnnAlltoAllvGroupedMatMulV2",
+        "aclnnAlltoAllvGroupedMatMul",
+        "aclnnGroupedMatmulV5",
+        "aclnnGroupedMatmulV4",
+    ),
+    "grouped_matmul_alltoallv": (
+        "aclnnGroupedMatMulAlltoAllvV2",
+        "aclnnGroupedMatMulAlltoAllv",
+        "aclnnGroupedMatmulV5",
+        "aclnnGroupedMatmulV4",
+    ),
 }
 
 _SWITCHES = {
     "MOE_OPS_CPU_CAPABILITY": "default, avx2 or avx512: instruction set of the CPU kernels",
     "MOE_OPS_CHECK_INDICES": "1: NPU kernels check index values, and wait for the device to do so",
+    "MOE_OPS_CHECK_COUNTS": "0, 1: whether ranks compare row counts first (CPU: yes, NPU: no)",
     "MOE_OPS_ALLOW_CPU_FALLBACK": "1: without NPU kernels, NPU tensors go through the CPU kernels",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: `import torch` does not load torch_npu",
     "ASCEND_HOME_PATH": "where CANN is; its set_env.sh sets it",

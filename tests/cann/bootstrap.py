@@ -86,6 +86,15 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
+def normalised(value: Any, storages: dict[int, int]) -> Any:
+    """Arguments with each address replaced by the number of its first appearance."""
+    if isinstance(value, list):
+        return [normalised(item, storages) for item in value]
+    if isinstance(value, dict):  # a tensor
+        return {**value, "data": storages.setdefault(value["data"], len(storages))}
+    return value
+
+
 def load(out_dir: str | os.PathLike[str], variant: str = "current") -> Standin:
     """Loads a variant that build.build made, then torch and torch_npu."""
     directory = Path(out_dir).resolve() / variant

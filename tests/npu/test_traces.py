@@ -34,7 +34,7 @@ import torch_npu
 from torch import Tensor
 
 import torch_moe_ops
-from tests.cann.bootstrap import Standin, read_trace
+from tests.cann.bootstrap import Standin, normalised, read_trace
 from tests.npu.settings import HAS_V5, ON_950, QUEUE, RELEASE
 from tests.ops import data
 
@@ -64,15 +64,6 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 def floats(*shape: int, dtype: torch.dtype) -> Tensor:
     return data.Values(dtype)(*shape).npu()
-
-
-def normalised(value: Any, storages: dict[int, int]) -> Any:
-    """Arguments with each address replaced by the number of its first appearance."""
-    if isinstance(value, list):
-        return [normalised(item, storages) for item in value]
-    if isinstance(value, dict):  # a tensor
-        return {**value, "data": storages.setdefault(value["data"], len(storages))}
-    return value
 
 
 def records(

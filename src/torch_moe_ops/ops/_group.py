@@ -26,10 +26,15 @@ def as_ints(op: str, name: str, counts: Sequence[int] | Tensor) -> list[int]:
         if not all(isinstance(count, int | torch.SymInt) for count in counts):
             raise TypeError(f"moe::{op}: {name} must be a sequence of ints, got {counts!r}")
         return list(counts)
+    check_counts_tensor(op, name, counts)
+    ints: list[int] = counts.tolist()
+    return ints
+
+
+def check_counts_tensor(op: str, name: str, counts: Tensor) -> None:
+    """TypeError unless the tensor holds a list of ints."""
     if counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"moe::{op}: {name} must be a 1-D int32 or int64 tensor, got {counts.dtype} of shape "
             f"{list(counts.shape)}"
         )
-    ints: list[int] = counts.tolist()
-    return ints
