@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from typing import Any
 
 import torch
 
@@ -64,8 +65,7 @@ def communicator_name(group: str) -> str:
 
     Makes the communicator of the current device if there is none yet, which is collective.
     """
-    from torch.distributed import distributed_c10d as c10d
-
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     backend = c10d._resolve_process_group(group)._get_backend(torch.device("npu"))
     # The rank in the whole world, also for a smaller group.
     name: str = backend.get_hccl_comm_name(c10d.get_rank(), init_comm=True)

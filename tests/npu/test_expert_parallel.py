@@ -84,15 +84,17 @@ def npu(tensor: Tensor) -> Tensor:
 
 
 def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The calls of CANN in a call of ours."""
+    """The calls of CANN in a call of ours, which leaves no descriptor and no executor behind."""
     assert plugin.standin is not None
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace"
         torch.npu.synchronize()
+        before = plugin.live(plugin.standin)
         plugin.standin.trace(path)
         call()
         torch.npu.synchronize()
         plugin.standin.trace(None)
+        assert plugin.live(plugin.standin) == before
         return read_trace(path)
 
 
@@ -292,6 +294,29 @@ def disagreement(rank: int) -> str:
         del os.environ["MOE_OPS_CHECK_COUNTS"]
 
 
+def refused_by_cann(rank: int) -> str:
+    """Every rank's first phase fails: an error that tells the call, nothing left, then all works."""
+    assert plugin.standin is not None
+    world = dist.get_world_size()
+    ones = [1] * world
+    group = exchange_counts(ones, dist.group.WORLD).group
+    x = whole(world, INNER, seed=rank, dtype=torch.bfloat16).npu()
+    w = whole(1, INNER, COLUMNS, seed=rank, dtype=torch.bfloat16).npu()
+    before = plugin.live(plugin.standin)
+    plugin.standin.fail(f"phase1:{FORWARD}", 1)
+    message = message_of(
+        lambda: torch_moe_ops.alltoallv_grouped_matmul(x, w, group, world, ones, ones)
+    )
+    assert plugin.live(plugin.standin) == before
+    plugin.standin.fail(f"phase1:{FORWARD}", 0)
+    _, _, moved = torch_moe_ops.alltoallv_grouped_matmul(
+        x, w, group, world, ones, ones, permute_out_flag=True
+    )
+    sent = [whole(world, INNER, seed=r, dtype=torch.bfloat16)[rank] for r in range(world)]
+    assert torch.equal(moved.cpu(), torch.stack(sent))
+    return message
+
+
 def message_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -384,6 +409,14 @@ class Fused(Group):
 
     def test_same_rows_on_both_paths(self, ranks: Ranks) -> None:
         ranks.run(same_rows_on_both_paths)
+
+    def test_what_cann_refuses(self, ranks: Ranks) -> None:
+        for message in ranks.run(refused_by_cann):
+            assert message.startswith(
+                f"RuntimeError: moe::alltoallv_grouped_matmul: {FORWARD} failed in phase 1 "
+                "(GetWorkspaceSize): 161002 ACLNN_ERR_PARAM_INVALID"
+            )
+            assert f"  epWorldSize: {self.world}\n" in message
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_calls_are_those_of_torch_npu(self, ranks: Ranks, transposed: bool) -> None:

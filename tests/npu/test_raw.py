@@ -105,8 +105,33 @@ CALLS: dict[str, Callable[[], Raw]] = {
     "aclnnGroupedMatmulV4": grouped_matmul,
     "aclnnGroupedMatmulV5": lambda: grouped_matmul([]),
 }
-AVAILABLE = [api for api in CALLS if HAS_V5 or api != "aclnnGroupedMatmulV5"]
-by_api = pytest.mark.parametrize("api", AVAILABLE)
+
+
+def communicating(*mode: str, permute: bool) -> list[Any]:
+    """Arguments for a group that does not exist: test_expert_parallel.py runs in one that does."""
+    x, weight, y = values(8, WIDTH), values(1, WIDTH, 6), values(8, 6)
+    rows = [1] * 8
+    given = [x, weight, None, None, None, None, "nobody", *mode, 8, rows, rows, False, False]
+    return [*given, False, y, None, None] if permute else [*given, y, None]
+
+
+COMMUNICATING: dict[str, list[Any]] = {
+    "aclnnAlltoAllvGroupedMatMul": communicating(permute=True),
+    "aclnnAlltoAllvGroupedMatMulV2": communicating("ai_cpu", permute=True),
+    "aclnnGroupedMatMulAlltoAllv": communicating(permute=False),
+    "aclnnGroupedMatMulAlltoAllvV2": communicating("ai_cpu", permute=False),
+}
+# What CANN releases before 9 lack here.
+LATER = ("aclnnGroupedMatmulV5", "aclnnAlltoAllvGroupedMatMulV2", "aclnnGroupedMatMulAlltoAllvV2")
+ALL = [*CALLS, *COMMUNICATING]
+AVAILABLE = [api for api in ALL if HAS_V5 or api not in LATER]
+by_api = pytest.mark.parametrize("api", [api for api in CALLS if api in AVAILABLE])
+by_any_api = pytest.mark.parametrize("api", AVAILABLE)
+
+
+def arguments_of(api: str) -> list[Any]:
+    raw: Raw = (COMMUNICATING[api], []) if api in COMMUNICATING else CALLS[api]()
+    return on_npu(raw)[0]
 
 
 def on_npu(raw: Raw) -> tuple[list[Any], list[Tensor]]:
@@ -135,21 +160,24 @@ def test_values(api: str) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    assert {name for name in dir(_C_npu) if name.startswith("aclnn")} == set(CALLS)
+    assert {name for name in dir(_C_npu) if name.startswith("aclnn")} == set(ALL)
 
 
-@by_api
+@by_any_api
 def test_wrong_arguments(standin: Standin, tmp_path: Path, api: str) -> None:
     """Nothing is converted that C would read as something else, and nothing reaches CANN."""
     function = getattr(_C_npu, api)
-    arguments, _ = on_npu(CALLS[api]())
+    arguments = arguments_of(api)
     standin.trace(tmp_path / "trace")
     for wrong in (arguments[:-1], [*arguments, None], []):
         with pytest.raises(TypeError, match="incompatible function arguments"):
             function(*wrong)
     for place, argument in enumerate(arguments):
         optional = argument is None or isinstance(argument, (Tensor, list))
-        for bad in (1.5, "text", object(), *([] if optional else [None])):
+        for bad in (1.5, object(), *([] if optional else [None])):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                function(*arguments[:place], bad, *arguments[place + 1 :])
+        for bad in [7] if isinstance(argument, str) else ["text"]:
             with pytest.raises(TypeError, match="incompatible function arguments"):
                 function(*arguments[:place], bad, *arguments[place + 1 :])
     torch.npu.synchronize()
@@ -255,9 +283,21 @@ def test_tensors_on_the_host() -> None:
     assert lines[0].endswith("sortedIndices must be on an NPU, got cpu")
 
 
+@pytest.mark.parametrize("api", [api for api in COMMUNICATING if api in AVAILABLE])
+def test_unknown_group(api: str) -> None:
+    """The text of the group's name is in the message, and nothing is left behind."""
+    lines = refusal(api, *arguments_of(api))
+    no_kernel, no_group = (
+        "561003 ACLNN_ERR_INNER_FIND_KERNEL_ERROR",
+        "361001 ACLNN_ERR_RUNTIME_ERROR",
+    )
+    assert lines[0] == head(api, no_kernel if "910B" in SOC_NAME else no_group)
+    assert "  group: \"nobody\"" in lines
+
+
 def test_what_is_told(standin: Standin) -> None:
     library = str(standin.directory / "libopapi.so")
-    expected = {api: library if api in AVAILABLE else "" for api in CALLS}
+    expected = {api: library if api in AVAILABLE else "" for api in ALL}
     found = _C_npu.operators()
     assert {api: path and os.path.realpath(path) for api, path in found.items()} == {
         api: path and os.path.realpath(path) for api, path in expected.items()

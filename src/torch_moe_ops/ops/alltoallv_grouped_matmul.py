@@ -288,12 +288,15 @@ def _forward_backward(
     return x_grad, weight_grad, None, None, None, None, *_shared_expert_grads(ctx, mm_y_grad)
 
 
-def _reverse_backward(ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None) -> tuple[Any, ...]:
+def _reverse_backward(
+    ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None
+) -> tuple[Any, ...]:
     rows, gmm_weight, _, _ = ctx.saved_tensors
+    y_grad = _defined(ctx, y_grad)
     x_grad = weight_grad = expert_grads = None
     if gmm_weight is not None:
         x_grad, _, expert_grads = torch.ops.moe.alltoallv_grouped_matmul(
-            _defined(ctx, y_grad),
+            y_grad,
             gmm_weight,
             *_way_back(ctx),
             trans_gmm_weight=not ctx.trans_gmm_weight,
@@ -301,9 +304,9 @@ def _reverse_backward(ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None)
         )
     elif rows is not None:
         expert_grads = torch.ops.moe._exchange_expert_rows(
-            _defined(ctx, y_grad), *_way_back(ctx), to_experts=True
+            y_grad, *_way_back(ctx), to_experts=True
         )
-    if rows is not None:
+    if rows is not None and expert_grads is not None:
         weight_grad = _weight_grad(ctx, rows, expert_grads, ctx.send_counts)
     return x_grad, weight_grad, None, None, None, None, *_shared_expert_grads(ctx, mm_y_grad)
 
