@@ -32,6 +32,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # Of the process group: what a rank waits for its peers before it raises.
 GROUP_TIMEOUT = 15.0
+# Until all processes have imported what they need and are in the group, on a busy machine.
+START_TIMEOUT = 180.0
 
 
 def start_gloo(rank: int, world_size: int, store: str) -> None:
@@ -149,6 +151,11 @@ class Ranks:
             )
             theirs.close()
             self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            started = _receive(pipe) if pipe.poll(START_TIMEOUT) else Outcome(error="no answer")
+            if started.error:
+                self.close()
+                raise RankFailedError(f"rank {rank} did not start: {started.error}")
 
 
 def _address(function: Callable[..., Any]) -> str:
@@ -173,6 +180,7 @@ def _serve(pipe: Connection) -> None:
     """Runs what comes through the pipe until it closes."""
     rank, world_size, store, start = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
     _find(start)(rank, world_size, store)
+    pipe.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:
             address, args, timeout = pickle.loads(pipe.recv_bytes())

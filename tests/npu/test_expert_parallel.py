@@ -295,7 +295,7 @@ def disagreement(rank: int) -> str:
 
 
 def refused_by_cann(rank: int) -> str:
-    """Every rank's first phase fails: an error that tells the call, nothing left, then all works."""
+    """Every rank's phase 1 fails: an error that tells the call, nothing left, then all works."""
     assert plugin.standin is not None
     world = dist.get_world_size()
     ones = [1] * world

@@ -292,7 +292,7 @@ def test_unknown_group(api: str) -> None:
         "361001 ACLNN_ERR_RUNTIME_ERROR",
     )
     assert lines[0] == head(api, no_kernel if "910B" in SOC_NAME else no_group)
-    assert "  group: \"nobody\"" in lines
+    assert '  group: "nobody"' in lines
 
 
 def test_what_is_told(standin: Standin) -> None:
