@@ -7,9 +7,11 @@ text that was held back, next to those of a unigram and a bigram model; a pictur
     python examples/train_moe_lm.py                      # the default, a few minutes on two cores
     python examples/train_moe_lm.py --text book.txt --experts 16 --top-k 4 --steps 2000
     python examples/train_moe_lm.py --resume runs/moe_lm/checkpoint.pt
+    torchrun --nproc-per-node 2 examples/train_moe_lm.py     # experts and batch over two ranks
 
 Ctrl-C ends a run after the step it is in and keeps a checkpoint. A run that is resumed on the CPU
-with as many threads ends with the same bits as one that was never stopped.
+with as many threads and ranks ends with the same bits as one that was never stopped; with another
+number of ranks it goes on as well, with other roundings.
 Exit codes: 0 done, 2 bad input (one line says what), 130 stopped by Ctrl-C.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shlex
 import signal
 import sys
@@ -29,8 +32,9 @@ from typing import Any
 import torch
 
 from moe_lm import checkpoint, report
-from moe_lm.data import Corpus, bigram_bits_per_byte, load_corpus, unigram_bits_per_byte
+from moe_lm.data import bigram_bits_per_byte, load_corpus, unigram_bits_per_byte
 from moe_lm.options import Config, RunOptions, UserError, merge, parse_options
+from moe_lm.ranks import Ranks, started
 from moe_lm.training import Trainer
 from torch_moe_ops.nn import MoE
 
@@ -63,9 +67,11 @@ def main(argv: list[str]) -> int:
     """Runs the program; see the top of the file for the exit codes."""
     try:
         given, run = parse_options(argv, __doc__)
-        return train(given, run)
+        with started(run.device) as ranks:
+            return train(given, run, ranks)
     except UserError as error:
-        print(f"train_moe_lm.py: error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # All ranks have met it.
+            print(f"train_moe_lm.py: error: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and (
@@ -83,11 +89,56 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def train(given: dict[str, Any], run: RunOptions) -> int:
+def train(given: dict[str, Any], run: RunOptions, ranks: Ranks) -> int:
     """One run from the options to the report."""
+    out, origin, trainer = prepare(given, run, ranks)
+    config = trainer.config
+    if ranks.is_first:
+        print(overview(trainer, origin["threads"], out), flush=True)
+
+    checkpoint_path = out / "checkpoint.pt"
+
+    def save() -> None:
+        state = origin | trainer.state()
+        ranks.together(lambda: checkpoint.save(checkpoint_path, state), first_only=True)
+
+    started = time.perf_counter()
+    with StopRequest() as request:
+        trainer.run(stop=lambda: request.wanted, save=save, save_every=run.save_every)
+    if trainer.step < config.steps:
+        if ranks.is_first:
+            print(
+                f"\nStopped after step {trainer.step} of {config.steps}. To go on:\n"
+                f"  {resume_command(checkpoint_path, ranks)}"
+            )
+        return 130
+    if ranks.is_first:
+        print(f"Trained for {time.perf_counter() - started:.0f} s.\n")
+    finish(trainer, run, out)
+    return 0
+
+
+def prepare(
+    given: dict[str, Any], run: RunOptions, ranks: Ranks
+) -> tuple[Path, dict[str, Any], Trainer]:
+    """The output folder, what a checkpoint tells of the run's origin, and the trainer.
+
+    Raises:
+        UserError: on all ranks, if a rank finds something that the user can put right.
+    """
+    made: list[tuple[Path, dict[str, Any], Trainer]] = []
+    ranks.together(lambda: made.append(prepare_here(given, run, ranks)))
+    return made[0]
+
+
+def prepare_here(
+    given: dict[str, Any], run: RunOptions, ranks: Ranks
+) -> tuple[Path, dict[str, Any], Trainer]:
+    """The same for this rank alone: in here no rank waits for another."""
     saved = checkpoint.load(run.resume) if run.resume else None
     config = merge(saved["config"], given) if saved else Config(**given)
     config.check()
+    ranks.check(config)
     if saved and config.steps < saved["step"]:
         raise UserError(
             f"--steps must be at least {saved['step']} as in the checkpoint, got {config.steps}"
@@ -102,37 +153,30 @@ def train(given: dict[str, Any], run: RunOptions) -> int:
     torch.set_num_threads(threads)
     device = usable_device(run.device)
     out = run.out or (run.resume.parent if run.resume else DEFAULT_OUT)
-    checkpoint.prepare_folder(out)
+    if ranks.is_first:
+        checkpoint.prepare_folder(out)
 
-    trainer = Trainer(config, corpus, device)
+    trainer = Trainer(config, corpus, device, ranks)
     if saved:
         try:
             trainer.restore(saved)
         except (KeyError, RuntimeError, TypeError, ValueError):
             raise UserError(f"--resume must name a whole checkpoint, got {run.resume}") from None
-    print(overview(trainer, corpus, threads, out), flush=True)
-
-    checkpoint_path = out / "checkpoint.pt"
     origin = {
         "config": dataclasses.asdict(config),
         "text": str(text_path.resolve()) if text_path else None,
         "digest": corpus.digest,
         "threads": threads,
     }
-    started = time.perf_counter()
-    with StopRequest() as request:
-        trainer.run(
-            stop=lambda: request.wanted,
-            save=lambda: checkpoint.save(checkpoint_path, origin | trainer.state()),
-            save_every=run.save_every,
-        )
-    if trainer.step < config.steps:
-        command = shlex.join([sys.executable, sys.argv[0], "--resume", str(checkpoint_path)])
-        print(f"\nStopped after step {trainer.step} of {config.steps}. To go on:\n  {command}")
-        return 130
-    print(f"Trained for {time.perf_counter() - started:.0f} s.\n")
-    finish(trainer, run, out)
-    return 0
+    return out, origin, trainer
+
+
+def resume_command(path: Path, ranks: Ranks) -> str:
+    """What to type to go on, on as many ranks."""
+    program = [sys.executable, sys.argv[0]]
+    if ranks.size > 1:
+        program = ["torchrun", "--nproc-per-node", str(ranks.size), sys.argv[0]]
+    return shlex.join([*program, "--resume", str(path)])
 
 
 def usable_device(name: str) -> torch.device:
@@ -149,9 +193,9 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def overview(trainer: Trainer, corpus: Corpus, threads: int, out: Path) -> str:
+def overview(trainer: Trainer, threads: int, out: Path) -> str:
     """What will be trained, in a few lines."""
-    config = trainer.config
+    config, corpus, ranks = trainer.config, trainer.corpus, trainer.ranks
     total, active = trainer.model.parameter_counts()
     return "\n".join(
         [
@@ -162,7 +206,9 @@ def overview(trainer: Trainer, corpus: Corpus, threads: int, out: Path) -> str:
             f"{active / 1e6:.2f} M at work on a byte",
             f"run    steps {trainer.step} to {config.steps}, "
             f"each {config.batch} x {config.context} bytes, "
-            f"{config.dtype}, {trainer.device}, threads: {threads}, output in {out}/",
+            f"{config.dtype}, {trainer.device}, threads: {threads}, "
+            + (f"ranks: {ranks.size}, " if ranks.size > 1 else "")
+            + f"output in {out}/",
             "bar    loss and val in bits per byte; load max/mean is 1 if all experts get the same",
         ]
     )
@@ -170,6 +216,18 @@ def overview(trainer: Trainer, corpus: Corpus, threads: int, out: Path) -> str:
 
 def finish(trainer: Trainer, run: RunOptions, out: Path) -> None:
     """Prints the comparison and a sample; writes summary.json, sample.txt and training.png."""
+    trainer.model.eval()
+    with trainer.autocast():  # On all ranks: each has experts that the others need.
+        sample = trainer.model.generate(
+            run.prompt.encode(errors="surrogateescape"),
+            run.sample_bytes,
+            torch.Generator().manual_seed(trainer.config.seed),
+        )
+    trainer.ranks.together(lambda: write_report(trainer, sample, out), first_only=True)
+
+
+def write_report(trainer: Trainer, sample: bytes, out: Path) -> None:
+    """All of `finish` that one process does."""
     config, corpus = trainer.config, trainer.corpus
     references = {
         "unigram model": unigram_bits_per_byte(corpus.train, corpus.validation),
@@ -188,13 +246,6 @@ def finish(trainer: Trainer, run: RunOptions, out: Path) -> None:
     )
     report.draw(picture, trainer.history, trainer.step, references, title)
 
-    trainer.model.eval()
-    with trainer.autocast():
-        sample = trainer.model.generate(
-            run.prompt.encode(errors="surrogateescape"),
-            run.sample_bytes,
-            torch.Generator().manual_seed(config.seed),
-        )
     # Arbitrary bytes may hold control sequences, which a terminal would obey.
     text = "".join(
         c if c.isprintable() or c in "\n\t" else "\ufffd" for c in sample.decode(errors="replace")

@@ -7,6 +7,7 @@
 
 #include "../common/parallel.h"
 #include "dispatch.h"
+#include "large_outputs.h"
 #include "row_ops.h"
 
 namespace moe::cpu {
@@ -14,6 +15,7 @@ namespace {
 
 // Sums of a stretch of a row stay in the first-level cache while the K rows stream past.
 constexpr int64_t kStretch = 1024;
+constexpr int64_t kLine = 64; // bytes of a cache line
 
 int64_t elements_per_row(const Tensor& rows) {
   int64_t elements = 1;
@@ -37,10 +39,18 @@ OptionalTensor dense_weights(const OptionalTensor& weights, at::ScalarType dtype
   return given(weights) ? OptionalTensor(weights->to(dtype).contiguous()) : std::nullopt;
 }
 
+void copy_row(void* to, const void* from, int64_t bytes, bool streamed) {
+  if (streamed) {
+    stream_copy(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 template <typename T, typename A>
 class Combiner {
  public:
-  Combiner(const CombineArgs& args, int64_t num_tokens, int64_t row_size)
+  Combiner(const CombineArgs& args, int64_t num_tokens, int64_t row_size, bool streamed)
       : rows_(args.rows.const_data_ptr<T>()),
         num_rows_(args.rows.numel() / std::max<int64_t>(row_size, 1)),
         row_of_slot_(args.row_of_slot.const_data_ptr<int32_t>()),
@@ -53,7 +63,8 @@ class Combiner {
         top_k_(args.top_k),
         token_stride_(args.k_major ? 1 : args.top_k),
         choice_stride_(args.k_major ? num_tokens : 1),
-        row_size_(row_size) {}
+        row_size_(row_size),
+        streamed_(streamed) {}
 
   void token(int64_t t, T* out) const {
     A sum[kStretch];
@@ -61,13 +72,35 @@ class Combiner {
       const int64_t n = std::min(kStretch, row_size_ - begin);
       start(t, begin, sum, n);
       for (int64_t k = 0; k < top_k_; ++k) {
+        prefetch_choice(t, k + 1, begin, n);
         add_choice(t, k, begin, sum, n);
       }
-      ops_.round(out + begin, sum, n);
+      if (streamed_) {
+        alignas(kStreamAlignment) T rounded[kStretch];
+        ops_.round(rounded, sum, n);
+        stream_copy(out + begin, rounded, n * sizeof(T));
+      } else {
+        ops_.round(out + begin, sum, n);
+      }
     }
   }
 
  private:
+  // Rows lie anywhere, which no hardware foresees.
+  void prefetch_choice(int64_t t, int64_t k, int64_t begin, int64_t n) const {
+    if (k == top_k_) {
+      return;
+    }
+    const int64_t row = row_of_slot_[t * token_stride_ + k * choice_stride_];
+    if (row < 0 || row >= num_rows_) {
+      return;
+    }
+    const T* values = rows_ + row * row_size_ + begin;
+    for (int64_t i = 0; i < n; i += kLine / static_cast<int64_t>(sizeof(T))) {
+      __builtin_prefetch(values + i);
+    }
+  }
+
   void start(int64_t t, int64_t begin, A* sum, int64_t n) const {
     if (x1_ == nullptr) {
       std::fill(sum, sum + n, A(0));
@@ -118,12 +151,13 @@ class Combiner {
   int64_t token_stride_;
   int64_t choice_stride_;
   int64_t row_size_;
+  bool streamed_;
 };
 
 template <typename T, typename A>
 class Scatterer {
  public:
-  Scatterer(const ScatterArgs& args, int64_t num_rows, int64_t row_size, T* rows_grad)
+  Scatterer(const ScatterArgs& args, int64_t num_rows, int64_t row_size, T* rows_grad, bool streamed)
       : grad_(args.grad.const_data_ptr<T>()),
         row_of_slot_(args.row_of_slot.const_data_ptr<int32_t>()),
         weights_(data_or_null<A>(args.weights)),
@@ -133,7 +167,8 @@ class Scatterer {
         num_rows_(num_rows),
         top_k_(args.top_k),
         row_size_(row_size),
-        rows_grad_(rows_grad) {}
+        rows_grad_(rows_grad),
+        streamed_(streamed) {}
 
   // Returns the gradient of the slot's weight (0 for a slot without a row).
   A slot(int64_t t, int64_t k) const {
@@ -145,10 +180,10 @@ class Scatterer {
     const T* grad = grad_ + t * row_size_;
     T* target = rows_grad_ + row * row_size_;
     if (weights_ == nullptr) {
-      std::memcpy(target, grad, row_size_ * sizeof(T));
+      copy_row(target, grad, row_size_ * sizeof(T), streamed_);
       return A(0);
     }
-    ops_.scale(target, grad, weights_[i], row_size_);
+    scale_row(target, grad, weights_[i]);
     const T* values = rows_ + row * row_size_;
     if (bias_ == nullptr) {
       return ops_.dot(values, grad, row_size_);
@@ -157,6 +192,19 @@ class Scatterer {
   }
 
  private:
+  void scale_row(T* target, const T* grad, A weight) const {
+    if (!streamed_) {
+      ops_.scale(target, grad, weight, row_size_);
+      return;
+    }
+    alignas(kStreamAlignment) T scaled[kStretch];
+    for (int64_t begin = 0; begin < row_size_; begin += kStretch) {
+      const int64_t n = std::min(kStretch, row_size_ - begin);
+      ops_.scale(scaled, grad + begin, weight, n);
+      stream_copy(target + begin, scaled, n * sizeof(T));
+    }
+  }
+
   const RowOps<T, A>& ops_ = row_ops<T, A>();
   const T* grad_;
   const int32_t* row_of_slot_;
@@ -168,6 +216,7 @@ class Scatterer {
   int64_t top_k_;
   int64_t row_size_;
   T* rows_grad_;
+  bool streamed_;
 };
 
 } // namespace
@@ -179,16 +228,19 @@ void copy_to_rows(const Tensor& tokens, const int32_t* row_of_slot, int64_t top_
     return;
   }
   const char* from = static_cast<const char*>(source.const_data_ptr());
+  use_huge_pages(rows);
+  const bool streamed = streams(rows, row_bytes);
   char* to = static_cast<char*>(rows.mutable_data_ptr());
   parallel_rows(source.size(0), elements_per_row(source) * top_k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t k = 0; k < top_k; ++k) {
         const int64_t row = row_of_slot[t * top_k + k];
         if (row >= 0 && row < num_rows) {
-          std::memcpy(to + row * row_bytes, from + t * row_bytes, row_bytes);
+          copy_row(to + row * row_bytes, from + t * row_bytes, row_bytes, streamed);
         }
       }
     }
+    stream_end();
   });
 }
 
@@ -219,14 +271,17 @@ void combine_rows(const CombineArgs& args, Tensor& output) {
   ready.bias = dense(args.bias);
   const int64_t num_tokens = output.size(0);
   const int64_t row_size = elements_per_row(output);
+  use_huge_pages(output);
   dispatch_rows_and_sums(output.scalar_type(), sums, [&](auto row_tag, auto sum_tag) {
     using T = typename decltype(row_tag)::type;
-    const Combiner<T, typename decltype(sum_tag)::type> combiner(ready, num_tokens, row_size);
+    const bool streamed = streams(output, row_size * static_cast<int64_t>(sizeof(T)));
+    const Combiner<T, typename decltype(sum_tag)::type> combiner(ready, num_tokens, row_size, streamed);
     T* out = output.mutable_data_ptr<T>();
     parallel_rows(num_tokens, row_size * (args.top_k + 1), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         combiner.token(t, out + t * row_size);
       }
+      stream_end();
     });
   });
 }
@@ -237,6 +292,7 @@ void scatter_rows(
   const int64_t num_rows =
       rows_grad.dim() == 3 && args.grad.dim() == 2 ? rows_grad.size(0) * rows_grad.size(1) : rows_grad.size(0);
   const Tensor slots = slot_of_row(check, arg, args.row_of_slot, num_rows);
+  use_huge_pages(rows_grad);
   zero_unnamed_rows(slots, rows_grad);
 
   const auto sums = accumulation_dtype(args.grad, args.weights);
@@ -252,7 +308,8 @@ void scatter_rows(
   dispatch_rows_and_sums(args.grad.scalar_type(), sums, [&](auto row_tag, auto sum_tag) {
     using T = typename decltype(row_tag)::type;
     using A = typename decltype(sum_tag)::type;
-    const Scatterer<T, A> scatterer(ready, num_rows, row_size, rows_grad.mutable_data_ptr<T>());
+    const bool streamed = streams(rows_grad, row_size * static_cast<int64_t>(sizeof(T)));
+    const Scatterer<T, A> scatterer(ready, num_rows, row_size, rows_grad.mutable_data_ptr<T>(), streamed);
     A* product = weighted ? products.mutable_data_ptr<A>() : nullptr;
     parallel_rows(num_tokens, row_size * (2 * args.top_k + 1), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
@@ -263,6 +320,7 @@ void scatter_rows(
           }
         }
       }
+      stream_end();
     });
   });
   if (weighted) {

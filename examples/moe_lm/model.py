@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torch_moe_ops.nn import MoE
 
@@ -54,7 +55,8 @@ class Attention(nn.Module):
         """(B, S, H) -> (B, S, H)."""
         batch, length, hidden = x.shape
         # (B, S, 3H) -> three times (B, heads, S, H / heads)
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        shape = (batch, length, 3, self.heads, hidden // self.heads)
+        q, k, v = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, hidden))
 
@@ -69,7 +71,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + moe(norm(x))."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ep_group: ProcessGroup | None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden)
         self.attention = Attention(config)
@@ -82,6 +84,7 @@ class Block(nn.Module):
             capacity_factor=config.capacity_factor,
             aux_loss_coef=config.aux_loss,
             z_loss_coef=config.z_loss,
+            ep_group=ep_group,
         )
         self.dropout = nn.Dropout(config.dropout)
 
@@ -93,13 +96,16 @@ class Block(nn.Module):
 
 
 class MoELanguageModel(nn.Module):
-    """Predicts the next byte from up to `config.context` bytes."""
+    """Predicts the next byte from up to `config.context` bytes.
 
-    def __init__(self, config: Config) -> None:
+    With `ep_group` the experts are spread over its ranks, and each rank passes its own sequences.
+    """
+
+    def __init__(self, config: Config, ep_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.context = config.context
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, ep_group) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
@@ -110,8 +116,10 @@ class MoELanguageModel(nn.Module):
         total = active = sum(p.numel() for p in self.parameters())
         for layer in self.modules():
             if isinstance(layer, MoE):
-                in_experts = sum(p.numel() for p in layer.experts.parameters())
-                active -= in_experts // layer.num_experts * (layer.num_experts - layer.top_k)
+                local = sum(p.numel() for p in layer.experts.parameters())
+                in_experts = local * layer.experts.ep_size
+                total += in_experts - local
+                active += in_experts // layer.num_experts * layer.top_k - local
         return total, active
 
     def forward(self, tokens: Tensor) -> LMOutput:

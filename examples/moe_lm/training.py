@@ -1,4 +1,8 @@
-"""The training loop, and all of its state in a form that can be saved and put back to the bit."""
+"""The training loop, and all of its state in a form that can be saved and put back to the bit.
+
+With several ranks the steps are those of one process up to the rounding of sums: losses and
+gradients are means over the ranks, each of which works on its part of every batch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from torch_moe_ops.nn import (
+    average_expert_gradients,
+    clip_grad_norm_,
+    gather_expert_state,
+    slice_expert_state,
+)
+
 from .data import Corpus, ordered_batches, random_batch
 from .model import LMOutput, MoELanguageModel
 from .options import Config, UserError
+from .ranks import Ranks
 
 ADAM_BETAS = (0.9, 0.98)
 """A shorter memory of squared gradients than the usual 0.999: runs here have hundreds of steps."""
@@ -61,11 +73,11 @@ class History:
         bins = math.ceil(config.steps / self.steps_per_bin)
         return torch.zeros(bins, config.layers, config.experts, dtype=torch.int64)
 
-    def add(self, step: int, bits: float, output: LMOutput) -> None:
+    def add(self, step: int, bits: float, drop_rate: float, load: Tensor) -> None:
         """Notes what a training step measured."""
         self.train_bits[step] = bits
-        self.drop_rate[step] = output.drop_rate.item()
-        self.expert_load[step // self.steps_per_bin] += output.tokens_per_expert.cpu()
+        self.drop_rate[step] = drop_rate
+        self.expert_load[step // self.steps_per_bin] += load
 
     def state(self, step: int) -> dict[str, Any]:
         """The measurements of the steps before `step`, for a checkpoint."""
@@ -94,16 +106,21 @@ class Trainer:
     """A model in training.
 
     The random numbers come from two places, both part of `state()`: torch's global CPU generator
-    (first weights, dropout) and a generator of its own for the order of the data.
+    (first weights, dropout) and a generator of its own for the order of the data. All ranks draw
+    the same, except for dropout: masks differ from rank to rank, and so from those of one process.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, corpus: Corpus, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
         self.config = config
         self.corpus = corpus
         self.device = device
+        self.ranks = ranks or Ranks()
         torch.manual_seed(config.seed)
         self.data_order = torch.Generator().manual_seed(config.seed)
-        self.model = MoELanguageModel(config).to(device)
+        self.model = MoELanguageModel(config, self.ranks.group).to(device)
+        average_expert_gradients(self.model)
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW(
@@ -126,7 +143,7 @@ class Trainer:
         """Trains up to `config.steps`.
 
         Args:
-            stop: asked after each step; True ends the run early.
+            stop: asked after each step; True, on any rank, ends the run early on all.
             save: called every `save_every` steps, before an early end, and at the end.
             save_every: see `save`.
         """
@@ -137,6 +154,7 @@ class Trainer:
             dynamic_ncols=True,
             # A log file gets a line now and then, a terminal a bar that moves.
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            disable=not self.ranks.is_first,
         )
         step_time = 0.0
         with bar:
@@ -148,7 +166,7 @@ class Trainer:
                 step_time = memory * step_time + (1 - memory) * elapsed
                 if self.step % self.config.eval_every == 0:
                     self._add_validation()
-                stopping = stop()
+                stopping = self.ranks.any(stop())
                 if stopping or self.step % save_every == 0:
                     save()
                 bar.set_postfix_str(self._progress(step_time), refresh=False)
@@ -177,18 +195,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, config)
         self.model.train()
-        loss, output = self._loss(inputs, targets)
-        bits = loss.item() / math.log(2)
+        with self.ranks.own_random_numbers():
+            loss, output = self._loss(self.ranks.part(inputs), self.ranks.part(targets))
+        bits = self._mean(loss) / math.log(2)
         if not math.isfinite(bits):
             raise UserError(f"the loss is {bits} at step {self.step}; try a lower --lr")
         (loss + output.aux_loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.ranks.average_gradients(self.model)
+        clip_grad_norm_(self.model, config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-        self.history.add(self.step, bits, output)
+        expert_load = self.ranks.total(output.tokens_per_expert)
+        self.history.add(self.step, bits, self._mean(output.drop_rate), expert_load)
         # Largest load over the even share, mean over the layers: 1 is perfect balance.
-        load = output.tokens_per_expert.double()
+        load = expert_load.double()
         self.imbalance = (load.amax(dim=1) / load.mean(dim=1)).mean().item()
         self.step += 1
 
@@ -203,8 +224,10 @@ class Trainer:
         text = self.corpus.validation
         total = 0.0
         for inputs, targets in ordered_batches(text, self.config.batch, self.config.context):
-            loss, _ = self._loss(inputs, targets)
-            total += loss.item() * targets.numel()
+            mine = self.ranks.part(targets)
+            loss, _ = self._loss(self.ranks.part(inputs), mine)
+            total += loss.item() * mine.numel() if mine.numel() else 0.0
+        total = self.ranks.total(torch.tensor(total, dtype=torch.float64)).item()
         return total / (text.numel() - 1) / math.log(2)
 
     def autocast(self) -> torch.autocast:
@@ -221,6 +244,10 @@ class Trainer:
         )
         return loss, output
 
+    def _mean(self, number: Tensor) -> float:
+        """Over the ranks, which have equally many sequences of a training batch."""
+        return self.ranks.total(number).item() / self.ranks.size
+
     def _progress(self, step_time: float) -> str:
         last = self.step - 1
         parts = [f"loss {self.history.train_bits[last]:.2f}"]
@@ -234,11 +261,15 @@ class Trainer:
         return ", ".join(parts)
 
     def state(self) -> dict[str, Any]:
-        """All that a later process needs to go on as if there had been no break."""
+        """All that a later process needs to go on as if there had been no break.
+
+        The same for any number of ranks, each of which calls it.
+        """
+        optimizer = self.optimizer
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": gather_expert_state(self.model, self.model.state_dict()),
+            "optimizer": gather_expert_state(self.model, optimizer.state_dict(), optimizer),
             "random": torch.get_rng_state(),
             "data_order": self.data_order.get_state(),
             "history": self.history.state(self.step),
@@ -246,9 +277,10 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Puts back what `state` returned."""
+        optimizer = self.optimizer
         self.step = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(slice_expert_state(self.model, state["model"]))
+        optimizer.load_state_dict(slice_expert_state(self.model, state["optimizer"], optimizer))
         self.history.restore(state["history"], self.config)
         self.data_order.set_state(state["data_order"])
         torch.set_rng_state(state["random"])

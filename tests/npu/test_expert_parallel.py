@@ -26,6 +26,7 @@ from tests.npu.hccl import comm_name, start_hccl
 from tests.npu.settings import only_in
 from tests.ranks import Ranks
 from torch_moe_ops import exchange_counts
+from torch_moe_ops.nn import MoE
 
 INNER, COLUMNS, SHARED_INNER, SHARED_COLUMNS = 8, 6, 5, 7
 FORWARD, REVERSE = "aclnnAlltoAllvGroupedMatMulV2", "aclnnGroupedMatMulAlltoAllvV2"
@@ -317,6 +318,35 @@ def refused_by_cann(rank: int) -> str:
     return message
 
 
+def layer(rank: int, dtype: torch.dtype) -> list[str]:
+    """nn.MoE over the group, against the layer of one process on the CPU."""
+    world, tokens = dist.get_world_size(), 24
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_experts": 2 * world, "top_k": 2}
+    torch.manual_seed(5)
+    alone = MoE(**sizes)
+    torch.manual_seed(5)
+    spread = MoE(**sizes, ep_group=dist.group.WORLD)
+    parts = [torch.randn(tokens, 16) for _ in range(world)]
+    xs = [part.clone().requires_grad_() for part in parts]
+    expected = alone(torch.cat(xs)).output
+    expected.square().sum().backward()
+
+    spread = spread.to(dtype).npu()
+    x = npu(parts[rank].to(dtype))
+
+    def step() -> None:
+        spread(x).output.float().square().sum().backward()
+
+    called = apis(step)
+    local = slice(2 * rank, 2 * rank + 2)
+    tolerance = {"rtol": 2e-4, "atol": 2e-4} if dtype == torch.float32 else {"rtol": 1, "atol": 0.5}
+    torch.testing.assert_close(x.grad.cpu().float(), xs[rank].grad, **tolerance)
+    for name in ("gate_up_proj", "down_proj"):
+        found = getattr(spread.experts, name).grad.cpu().float()
+        torch.testing.assert_close(found, getattr(alone.experts, name).grad[local], **tolerance)
+    return called
+
+
 def message_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -386,6 +416,11 @@ class Group:
         """One row a token is outside the fused kernels' limits: a product beside them."""
         results = ranks.run(shared_expert, rows_per_token, timeout=60)
         assert launches(results) == ({FORWARD, REVERSE} if self.has_fused else {EXCHANGE})
+
+    def test_layer(self, ranks: Ranks) -> None:
+        assert launches(ranks.run(layer, torch.float32, timeout=60)) == {EXCHANGE}
+        used = launches(ranks.run(layer, torch.bfloat16, timeout=60))
+        assert used == ({FORWARD, REVERSE} if self.has_fused else {EXCHANGE})
 
     def test_refusals(self, ranks: Ranks) -> None:
         for wide, unknown, elsewhere in ranks.run(refusals):

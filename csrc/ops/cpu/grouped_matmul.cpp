@@ -4,6 +4,7 @@
 #include "../../common/registration.h"
 #include "../../cpu/group_offsets.h"
 #include "../../cpu/groups.h"
+#include "../../cpu/large_outputs.h"
 
 namespace moe::cpu {
 namespace {
@@ -24,6 +25,7 @@ Tensor grouped_matmul(
   if (y.numel() == 0) {
     return y; // rows without elements can be far too many to walk through
   }
+  use_huge_pages(y);
   const auto rows = group_rows(offsets);
   const Tensor dense_x = x.contiguous();
   const Tensor weight_ekn = trans_weight ? weight.transpose(1, 2) : weight;
@@ -44,6 +46,7 @@ Tensor grouped_matmul_weight_grad(
   if (weight_grad.numel() == 0) {
     return weight_grad;
   }
+  use_huge_pages(weight_grad);
   // weight_grad[e] = left[rows of e]^T @ right[rows of e]: its rows are columns of `left`.
   const Tensor left = (trans_weight ? grad_y : x).contiguous();
   const Tensor right = (trans_weight ? x : grad_y).contiguous();

@@ -30,12 +30,16 @@ def load_balancing_loss(scores: Tensor, tokens_per_expert: Tensor, top_k: int) -
         >>> load_balancing_loss(scores, counts, top_k=1)
         tensor(1.2500)
     """
-    num_tokens, num_experts = scores.shape
-    scores_TE = _at_least_float32(scores)
     # max(..., 1): no tokens give 0 with a graph, not 0 / 0.
-    fractions_E = tokens_per_expert.to(scores_TE.dtype) / max(num_tokens * top_k, 1)
-    means_E = scores_TE.sum(dim=0) / max(num_tokens, 1)
-    return num_experts * (fractions_E * means_E).sum()
+    choices = max(scores.shape[0] * top_k, 1)
+    return balance_of_shares(scores, tokens_per_expert.to(_loss_dtype(scores)) / choices)
+
+
+def balance_of_shares(scores: Tensor, shares_E: Tensor) -> Tensor:
+    """:func:`load_balancing_loss` from the shares of the choices, which may be of other tokens."""
+    num_tokens, num_experts = scores.shape
+    means_E = scores.to(_loss_dtype(scores)).sum(dim=0) / max(num_tokens, 1)
+    return num_experts * (shares_E * means_E).sum()
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -58,9 +62,9 @@ def router_z_loss(logits: Tensor) -> Tensor:
         >>> router_z_loss(torch.zeros(3, 4))  # log(4) squared
         tensor(1.9218)
     """
-    logits_TE = _at_least_float32(logits)
+    logits_TE = logits.to(_loss_dtype(logits))
     return logits_TE.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _loss_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

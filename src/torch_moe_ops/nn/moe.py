@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_moe_ops.distributed import exchange_counts
 from torch_moe_ops.ops import (
     finalize_routing_v2,
     init_routing_v2,
@@ -16,9 +18,13 @@ from torch_moe_ops.ops import (
 )
 
 from . import _checks
+from ._ep_group import EPGroup
 from .experts import GroupedSwiGLU, SwiGLU
-from .losses import load_balancing_loss, router_z_loss
+from .losses import balance_of_shares, load_balancing_loss, router_z_loss
 from .router import RouterOutput, ScoreFunction, TopKRouter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MoEOutput(NamedTuple):
@@ -34,7 +40,7 @@ class MoEOutput(NamedTuple):
     """Scalar with graph, float32 (float64 for float64 input): the weighted sum of the router
     losses, to be added to the loss. 0 when both coefficients are 0, or without tokens."""
     tokens_per_expert: Tensor
-    """(E,), int64: choices that fell on each expert, before any drop."""
+    """(E,), int64: choices of this rank's tokens that fell on each expert, before any drop."""
     drop_rate: Tensor
     """Scalar, float32, no graph: share of the T * K choices that found their expert full."""
 
@@ -52,10 +58,19 @@ class MoE(nn.Module):
     The counts per expert stay on the device as a tensor: no step waits for their values, and the
     layer compiles as one graph with dynamic shapes. The module keeps no tensor of a forward pass.
 
+    **Expert parallelism.** With an ``ep_group`` of more than one rank each rank holds E / ranks
+    experts and all the rest of the layer, and passes its own tokens, of which there may be none.
+    Outputs and gradients are those of one process with all tokens. What the layer measures is of
+    this rank's tokens: T, so C and what is dropped, counts and drop rate. ``aux_loss`` takes the
+    load from all ranks and the scores from this one: where ranks have equally many tokens, its mean
+    over the ranks is the ``aux_loss`` of one process. Forward and backward are collective, and the
+    ranks have to tell each other their counts: this part is run eagerly under torch.compile. See
+    docs/expert_parallel.md.
+
     Args:
         hidden_size: H.
         intermediate_size: I, of each expert.
-        num_experts: E.
+        num_experts: E, over all ranks.
         top_k: K, experts per token, in [1, E].
         score_function: "softmax" or "sigmoid".
         normalize_top_k: make the K weights of a token sum to 1.
@@ -65,6 +80,8 @@ class MoE(nn.Module):
             for no shared expert.
         aux_loss_coef: factor of :func:`load_balancing_loss` in ``aux_loss``.
         z_loss_coef: factor of :func:`router_z_loss` in ``aux_loss``.
+        ep_group: process group of torch.distributed whose ranks share out the experts; None for
+            all experts here. A deep copy of the layer uses the same group; pickling raises.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -74,7 +91,8 @@ class MoE(nn.Module):
         shared_expert: :class:`SwiGLU`, or None.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or E is no multiple of the number of ranks.
+        TypeError: ``ep_group`` is no process group, or one without this rank.
 
     Example:
         >>> import torch
@@ -102,6 +120,7 @@ class MoE(nn.Module):
         shared_intermediate_size: int | None = None,
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
+        ep_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -116,6 +135,8 @@ class MoE(nn.Module):
         _checks.check_top_k(owner, top_k, num_experts)
         _checks.check_score_function(owner, score_function)
         _checks.check_coefficients(owner, aux_loss_coef=aux_loss_coef, z_loss_coef=z_loss_coef)
+        if ep_group is not None:
+            EPGroup(owner, ep_group, num_experts)
         if shared_intermediate_size is not None:
             _checks.check_positive(owner, shared_intermediate_size=shared_intermediate_size)
 
@@ -135,7 +156,12 @@ class MoE(nn.Module):
             dtype=dtype,
         )
         self.experts = GroupedSwiGLU(
-            hidden_size, intermediate_size, num_experts, device=device, dtype=dtype
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            ep_group=ep_group,
+            device=device,
+            dtype=dtype,
         )
         self.shared_expert = (
             SwiGLU(hidden_size, shared_intermediate_size, device=device, dtype=dtype)
@@ -179,7 +205,9 @@ class MoE(nn.Module):
 
         Gradients:
             In x and in every parameter: through the experts, and through the weights of the chosen
-            experts into the router. Parameters of experts without tokens get zeros.
+            experts into the router. Parameters of experts without tokens get zeros. With more ranks
+            than one, all of them run the backward pass; the experts' gradients are then those of
+            the sum of the ranks' losses, all others those of this rank's loss.
         """
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -190,17 +218,17 @@ class MoE(nn.Module):
         routed: RouterOutput = self.router(x_TH)
         counts_E = _count(routed.expert_ids, self.num_experts)
         if self._capacity_ratio is None:
-            y_TH = self._dropless(x_TH, routed, counts_E)
+            y_TH, load_E = self._dropless(x_TH, routed, counts_E)
             drop_rate = torch.zeros((), dtype=torch.float32, device=x.device)
         else:
             capacity = self.expert_capacity(x_TH.shape[0])
-            y_TH = self._with_capacity(x_TH, routed, capacity)
+            y_TH, load_E = self._with_capacity(x_TH, routed, counts_E, capacity)
             dropped = (counts_E - capacity).clamp(min=0).sum()
             drop_rate = dropped.to(torch.float32) / max(routed.expert_ids.numel(), 1)
         if self.shared_expert is not None:
             y_TH = y_TH + self.shared_expert(x_TH)
         return MoEOutput(
-            y_TH.reshape(x.shape), self._aux_loss(routed, counts_E), counts_E, drop_rate
+            y_TH.reshape(x.shape), self._aux_loss(routed, counts_E, load_E), counts_E, drop_rate
         )
 
     def expert_capacity(self, num_tokens: int) -> int:
@@ -214,12 +242,19 @@ class MoE(nn.Module):
         ceiling = -(-numerator * num_tokens * self.top_k // (denominator * self.num_experts))
         return min(num_tokens, max(1, ceiling))
 
-    def _dropless(self, x_TH: Tensor, routed: RouterOutput, counts_E: Tensor) -> Tensor:
+    def _dropless(
+        self, x_TH: Tensor, routed: RouterOutput, counts_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
         rows_MH, row_of_slot = token_permute(x_TH, routed.expert_ids)
-        rows_MH = self.experts(rows_MH, counts_E)
-        return token_unpermute(rows_MH, row_of_slot, routed.probs)
+        if self.experts.ep_size == 1:
+            rows_MH, load_E = self.experts(rows_MH, counts_E), counts_E
+        else:
+            rows_MH, load_E = self._dropless_across_ranks(rows_MH, counts_E)
+        return token_unpermute(rows_MH, row_of_slot, routed.probs), load_E
 
-    def _with_capacity(self, x_TH: Tensor, routed: RouterOutput, capacity: int) -> Tensor:
+    def _with_capacity(
+        self, x_TH: Tensor, routed: RouterOutput, counts_E: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
         rows_ECH, row_of_slot, _, _ = init_routing_v2(
             x_TH,
             routed.expert_ids,
@@ -228,19 +263,49 @@ class MoE(nn.Module):
             drop_pad_mode=1,
         )
         # Every expert works on all C rows of its block, used or not; unused ones are zero.
-        block_sizes_E = torch.full(
-            (self.num_experts,), capacity, dtype=torch.int64, device=x_TH.device
-        )
-        rows_MH = self.experts(rows_ECH.flatten(0, 1), block_sizes_E)
-        return finalize_routing_v2(
+        rows_MH, load_E = rows_ECH.flatten(0, 1), counts_E
+        if self.experts.ep_size == 1:
+            block_sizes_E = torch.full(
+                (self.num_experts,), capacity, dtype=torch.int64, device=x_TH.device
+            )
+            rows_MH = self.experts(rows_MH, block_sizes_E)
+        else:
+            rows_MH, load_E = self._blocks_across_ranks(rows_MH, counts_E, capacity)
+        y_TH = finalize_routing_v2(
             rows_MH.unflatten(0, (self.num_experts, capacity)),
             row_of_slot,
             scales=routed.probs,
             drop_pad_mode=3,
         )
+        return y_TH, load_E
 
-    def _aux_loss(self, routed: RouterOutput, counts_E: Tensor) -> Tensor:
-        balance = load_balancing_loss(routed.scores, counts_E, self.top_k)
+    # The counts are numbers that no compiler can know: torch.compile runs these two as they stand.
+    # Beside the rows they return the load: the choices of all ranks for each expert.
+
+    @torch.compiler.disable
+    def _dropless_across_ranks(self, rows_MH: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        counts = exchange_counts(counts_E, self.experts.ep_group or "")
+        load_E = torch.tensor(counts.rows_per_expert, device=counts_E.device)
+        return self.experts(rows_MH, counts), load_E
+
+    @torch.compiler.disable
+    def _blocks_across_ranks(
+        self, rows_MH: Tensor, counts_E: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        # C is known here, and that of the other ranks asked for: nothing waits for the device.
+        counts = exchange_counts([capacity] * self.num_experts, self.experts.ep_group or "")
+        load_E = counts_E
+        if self.aux_loss_coef:
+            load_E = counts_E.clone()  # Before the drop, unlike what is exchanged.
+            dist.all_reduce(load_E, group=self.experts.ep_group)
+        return self.experts(rows_MH, counts), load_E
+
+    def _aux_loss(self, routed: RouterOutput, counts_E: Tensor, load_E: Tensor) -> Tensor:
+        if self.experts.ep_size == 1:
+            balance = load_balancing_loss(routed.scores, counts_E, self.top_k)
+        else:
+            shares_E = load_E.to(routed.scores.dtype) / load_E.sum().clamp(min=1)
+            balance = balance_of_shares(routed.scores, shares_E)
         aux_loss = self.aux_loss_coef * balance
         # Not 0 * z: the z-loss of infinite logits is infinite.
         if self.z_loss_coef:

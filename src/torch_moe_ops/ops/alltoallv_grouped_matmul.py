@@ -247,13 +247,14 @@ def _weight_grad(ctx: Any, rows: Tensor, y_grad: Tensor, counts: Sequence[int]) 
     )
 
 
-def _shared_expert_grads(ctx: Any, mm_y_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _shared_expert_grads(
+    ctx: Any, mm_x: Tensor | None, mm_weight: Tensor | None, mm_y_grad: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of mm_x and mm_weight.
 
     As products of one group: unlike those of torch.mm, their bits do not depend on the number of
     threads.
     """
-    _, _, mm_x, mm_weight = ctx.saved_tensors
     if mm_y_grad is None:
         return None, None
     rows = _group_list([mm_y_grad.shape[0]], mm_y_grad)
@@ -272,7 +273,7 @@ def _shared_expert_grads(ctx: Any, mm_y_grad: Tensor | None) -> tuple[Tensor | N
 def _forward_backward(
     ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None, permute_grad: Tensor | None
 ) -> tuple[Any, ...]:
-    rows, gmm_weight, _, _ = ctx.saved_tensors
+    rows, gmm_weight, mm_x, mm_weight = ctx.saved_tensors
     y_grad = _defined(ctx, y_grad)
     x_grad = weight_grad = None
     if gmm_weight is not None:
@@ -285,13 +286,14 @@ def _forward_backward(
             )
     if rows is not None:
         weight_grad = _weight_grad(ctx, rows, y_grad, ctx.recv_counts)
-    return x_grad, weight_grad, None, None, None, None, *_shared_expert_grads(ctx, mm_y_grad)
+    shared_grads = _shared_expert_grads(ctx, mm_x, mm_weight, mm_y_grad)
+    return x_grad, weight_grad, None, None, None, None, *shared_grads
 
 
 def _reverse_backward(
     ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None
 ) -> tuple[Any, ...]:
-    rows, gmm_weight, _, _ = ctx.saved_tensors
+    rows, gmm_weight, mm_x, mm_weight = ctx.saved_tensors
     y_grad = _defined(ctx, y_grad)
     x_grad = weight_grad = expert_grads = None
     if gmm_weight is not None:
@@ -308,7 +310,8 @@ def _reverse_backward(
         )
     if rows is not None and expert_grads is not None:
         weight_grad = _weight_grad(ctx, rows, expert_grads, ctx.send_counts)
-    return x_grad, weight_grad, None, None, None, None, *_shared_expert_grads(ctx, mm_y_grad)
+    shared_grads = _shared_expert_grads(ctx, mm_x, mm_weight, mm_y_grad)
+    return x_grad, weight_grad, None, None, None, None, *shared_grads
 
 
 def _exchange_setup(

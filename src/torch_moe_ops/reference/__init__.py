@@ -10,6 +10,7 @@ otherwise), E experts, C capacity, H hidden size, M rows that are present. A "ro
 permuted (or expanded) tensor; an index tensor maps each slot to its row.
 """
 
+from .alltoallv_grouped_matmul import alltoallv_grouped_matmul, grouped_matmul_alltoallv
 from .finalize_routing_v2 import (
     finalize_routing_v2,
     finalize_routing_v2_grad,
@@ -20,9 +21,11 @@ from .token_permute import token_permute, token_permute_grad
 from .token_unpermute import token_unpermute, token_unpermute_grad
 
 __all__ = [
+    "alltoallv_grouped_matmul",
     "finalize_routing_v2",
     "finalize_routing_v2_grad",
     "grouped_matmul",
+    "grouped_matmul_alltoallv",
     "grouped_matmul_weight_grad",
     "init_routing_v2",
     "init_routing_v2_grad",
