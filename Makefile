@@ -44,7 +44,7 @@ train: $(VENV)/.build ## Train a small mixture-of-experts language model on the 
 test: test-cpu test-npu ## Run all tests
 
 test-cpu: $(VENV)/.build ## Those that need no NPU (ARGS='-k name' narrows)
-	$(BIN)/python -m pytest -n 2 --ignore=tests/npu $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore=tests/npu $(ARGS)
 
 test-npu: $(VENV_NPU)/.build ## Those of the NPU kernels, with torch_npu on a stand-in for CANN (ARGS as above)
 	$(VENV_NPU)/bin/python tests/npu/run.py $(ARGS)

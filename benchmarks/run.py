@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 import allocator
+import bench_alltoallv_grouped_matmul
 import bench_finalize_routing_v2
 import bench_grouped_matmul
 import bench_init_routing_v2
@@ -35,6 +36,7 @@ BENCHES: dict[str, ModuleType] = {
     "init_routing_v2": bench_init_routing_v2,
     "finalize_routing_v2": bench_finalize_routing_v2,
     "grouped_matmul": bench_grouped_matmul,
+    "alltoallv_grouped_matmul": bench_alltoallv_grouped_matmul,
     "overhead": bench_overhead,
     "layer": bench_layer,
 }

@@ -33,7 +33,7 @@ enum class Order { kRankMajor, kExpertMajor };
 // The blocks of (rank, expert) pairs, each in its place of the order that is wanted. counts[rank * experts + expert]
 // rows belong to a pair.
 Tensor reordered(const Tensor& rows, const Counts& counts, const std::vector<int64_t>& rows_of_pair, Order wanted) {
-  if (counts.ranks == 1 || counts.experts == 1) {
+  if (counts.ranks == 1 || counts.experts <= 1) {
     return rows; // the same order
   }
   // As a matrix of blocks, the source is (outer, inner) and the result its transpose.

@@ -11,6 +11,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <limits>
 #include <tuple>
 
 #include "../common/checks.h"
@@ -48,6 +49,8 @@ inline void check_counts(
     SymIntArrayRef send_counts,
     SymIntArrayRef recv_counts) {
   check.at_least(ep_world_size, "ep_world_size", 1);
+  // So that its product with the number of experts cannot overflow.
+  check.at_most(ep_world_size, "ep_world_size", std::numeric_limits<int32_t>::max(), "the largest int32");
   check.counts(send_counts, "send_counts", ep_world_size * experts);
   check.counts(recv_counts, "recv_counts", ep_world_size * experts);
   check.total(sum_of(send_counts), "send_counts", x.sym_size(0), x_arg);

@@ -42,7 +42,7 @@ def in_two_halves(rank: int, call: Call, by_name: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("op", [FORWARD, REVERSE])
 def test_part_of_the_world(pool: Pool, op: str, by_name: bool) -> None:
     call = Call(op, PAIR, shared=True, permute_out=op == FORWARD)
-    results = pool(4).run(in_two_halves, call, by_name)
+    results = pool(4).run(in_two_halves, call, by_name, timeout=60)
     assert [place for place, _ in results] == [0, 0, 1, 1]
     assert_right(call, [results[0][1], results[2][1]])
     assert_right(call, [results[1][1], results[3][1]])
@@ -63,7 +63,7 @@ def in_turn(rank: int, world_call: Call, part_call: Call, rounds: int) -> list[A
 
 def test_two_groups_in_turn(pool: Pool) -> None:
     world_call, part_call = Call(FORWARD, THREE), Call(REVERSE, PAIR)
-    results = pool(3).run(in_turn, world_call, part_call, 4)
+    results = pool(3).run(in_turn, world_call, part_call, 4, timeout=60)
     for start in range(0, 12, 3):
         assert_right(part_call, [results[r][start] for r in (0, 1)])
         assert_right(world_call, [*(results[r][start + 1] for r in (0, 1)), results[2][start // 3]])
@@ -79,7 +79,7 @@ def alone(rank: int, call: Call) -> list[Any]:
 @pytest.mark.parametrize("op", [FORWARD, REVERSE])
 def test_group_of_one(pool: Pool, op: str) -> None:
     call = Call(op, [[3, 0, 2]], shared=True, permute_out=op == FORWARD)
-    for results in pool(2).run(alone, call):
+    for results in pool(2).run(alone, call, timeout=60):
         assert_right(call, results[:1])
         for outputs, gradients in results[1:]:
             assert_same_bits(outputs, results[0][0])
@@ -105,7 +105,7 @@ def texts_of_bad_groups(rank: int) -> list[str]:
 
 def test_bad_groups(pool: Pool) -> None:
     """Refused on each rank by itself, before anything is sent."""
-    for texts in pool(2).run(texts_of_bad_groups):
+    for texts in pool(2).run(texts_of_bad_groups, timeout=60):
         assert texts[:2] == [
             f"ValueError moe::{op}: group must be the name of a process group of torch.distributed,"
             " got GONE"

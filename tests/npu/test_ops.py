@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import torch_moe_ops
-from tests.npu.settings import CHECKS_INDICES
+from tests.npu.settings import CHECKS_INDICES, QUEUE
 from tests.ops import (
+    test_alltoallv_grouped_matmul,
     test_finalize_routing_v2,
     test_grouped_matmul,
     test_init_routing_v2,
@@ -30,6 +31,8 @@ MODULES = (
     test_init_routing_v2,
     test_finalize_routing_v2,
     test_grouped_matmul,
+    # In one process these are grouped_matmul, which runs in every setting.
+    *([test_alltoallv_grouped_matmul] if QUEUE == "0" else []),
 )
 SUITES = {
     suite.op: suite

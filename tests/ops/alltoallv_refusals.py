@@ -144,6 +144,11 @@ def refusals(op: str) -> list[Refusal]:
             trans_mm_weight=True,
         ),
         value("no ranks", "ep_world_size must be at least 1, got 0", ep_world_size=0),
+        value(
+            "ranks beyond counting",
+            "ep_world_size must be at most the largest int32 (2147483647), got 4611686018427387904",
+            ep_world_size=2**62,
+        ),
         value("negative ranks", "ep_world_size must be at least 1, got -1", ep_world_size=-1),
         value("too few send counts", f"send_counts {lists} 2", send_counts=[2, 3]),
         value("too many send counts", f"send_counts {lists} 4", send_counts=[2, 3, 0, 0]),

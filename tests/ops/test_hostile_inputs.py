@@ -35,6 +35,12 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "grouped_matmul_weight_grad": lambda x: moe.grouped_matmul_weight_grad(
         x, torch.ones(3, 4), [1, 2]
     ),
+    "alltoallv_grouped_matmul": lambda x: moe.alltoallv_grouped_matmul(
+        x, torch.ones(2, 2, 4), "", 1, [1, 2], [1, 2]
+    ),
+    "grouped_matmul_alltoallv": lambda x: moe.grouped_matmul_alltoallv(
+        x, torch.ones(2, 2, 4), "", 1, [1, 2], [1, 2]
+    ),
 }
 
 

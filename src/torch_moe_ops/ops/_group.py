@@ -23,12 +23,16 @@ def group_name(op: str, group: ProcessGroup | str) -> str:
 def as_ints(op: str, name: str, counts: Sequence[int] | Tensor) -> list[int]:
     """A list of our own: the caller may change theirs before the backward pass reads it."""
     if not isinstance(counts, Tensor):
-        if not all(isinstance(count, int | torch.SymInt) for count in counts):
+        if not isinstance(counts, Sequence) or not all(_is_int(count) for count in counts):
             raise TypeError(f"moe::{op}: {name} must be a sequence of ints, got {counts!r}")
         return list(counts)
     check_counts_tensor(op, name, counts)
     ints: list[int] = counts.tolist()
     return ints
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def check_counts_tensor(op: str, name: str, counts: Tensor) -> None:

@@ -122,7 +122,8 @@ def register_matmul_autocast(op: str, num_tensors: int) -> None:
     """Makes ``moe::<op>`` follow torch.matmul under autocast.
 
     The first ``num_tensors`` arguments and all keyword-only tensors, if floating and not float64,
-    are cast to the autocast dtype. (torch's own register_autocast takes one fixed dtype and no keyword arguments.)
+    are cast to the autocast dtype. (torch's own register_autocast takes one fixed dtype and no
+    keyword arguments.)
     """
     overload = getattr(torch.ops.moe, op).default
 

@@ -18,6 +18,7 @@ from torch_moe_ops.ops._registration import (
     register_autograd,
     register_kernel,
     register_matmul_autocast,
+    sums_dtype,
 )
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def alltoallv_grouped_matmul(
 
     Note:
         Deterministic: the same bits for any number of threads. Under autocast, cast as
-        torch.matmul does. ``MOE_OPS_CHECK_COUNTS=0`` leaves out the comparison of the ranks, which
-        on the CPU costs two small collectives per call. On an NPU: aclnnAlltoAllvGroupedMatMul
+        torch.matmul does. ``MOE_OPS_CHECK_COUNTS=0`` leaves out the comparison of the ranks, a
+        small collective per call; counts that do not fit then give garbage rows or end the
+        process. With ``permute_out_flag`` the backward pass exchanges rows twice. On an NPU:
+        aclnnAlltoAllvGroupedMatMul
         where all ranks are within its limits (docs/expert_parallel.md), else an exchange of HCCL
         and aclnnGroupedMatmulV5.
 
@@ -199,7 +202,9 @@ _NUM_INPUTS = 8
 def _setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    gmm_x, gmm_weight, ctx.group, ctx.ep_world_size, ctx.send_counts, ctx.recv_counts = inputs[:6]
+    gmm_x, gmm_weight, ctx.group, ctx.ep_world_size = inputs[:4]
+    # Copies: a list may be the caller's own.
+    ctx.send_counts, ctx.recv_counts = list(inputs[4]), list(inputs[5])
     needs = needs_grad(ctx, _NUM_INPUTS)
     # The weights' gradient needs the rows where they were multiplied: on the way there these are an
     # output, on the way back the input.
@@ -214,16 +219,15 @@ def _setup(
     ctx.trans_mm_weight = keyword_only_inputs["trans_mm_weight"]
     # Only so can the gradient of an output that nobody used be told from zeros.
     ctx.set_materialize_grads(False)
-    ctx.y_shape, ctx.y_options = output[0].shape, _options(output[0])
+    ctx.shapes = [out.shape for out in output]
+    ctx.options = {"dtype": gmm_x.dtype, "device": gmm_x.device}
+    ctx.permute_out_asked = keyword_only_inputs.get("permute_out_flag", False)
+    ctx.mark_non_differentiable(*[out for out in output if out.dim() == 1])  # not asked for
 
 
-def _options(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
-
-
-def _defined(ctx: Any, y_grad: Tensor | None) -> Tensor:
+def _defined(ctx: Any, grad: Tensor | None, place: int) -> Tensor:
     """Zeros for a missing gradient: the other ranks may have one, and wait for this rank's rows."""
-    return torch.zeros(ctx.y_shape, **ctx.y_options) if y_grad is None else y_grad
+    return torch.zeros(ctx.shapes[place], **ctx.options) if grad is None else grad
 
 
 def _way_back(ctx: Any) -> tuple[Any, ...]:
@@ -274,27 +278,33 @@ def _forward_backward(
     ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None, permute_grad: Tensor | None
 ) -> tuple[Any, ...]:
     rows, gmm_weight, mm_x, mm_weight = ctx.saved_tensors
-    y_grad = _defined(ctx, y_grad)
+    y_grad = _defined(ctx, y_grad, 0)
+    if ctx.permute_out_asked:
+        permute_grad = _defined(ctx, permute_grad, 2)
     x_grad = weight_grad = None
     if gmm_weight is not None:
+        # Two parts are added in the dtype of sums, so that the gradient is rounded once.
+        dtype = y_grad.dtype if permute_grad is None else sums_dtype(y_grad, gmm_weight)
         x_grad, _ = torch.ops.moe.grouped_matmul_alltoallv(
-            y_grad, gmm_weight, *_way_back(ctx), trans_gmm_weight=not ctx.trans_gmm_weight
+            y_grad.to(dtype),
+            gmm_weight.to(dtype),
+            *_way_back(ctx),
+            trans_gmm_weight=not ctx.trans_gmm_weight,
         )
         if permute_grad is not None:
-            x_grad = x_grad + torch.ops.moe._exchange_expert_rows(
+            moved = torch.ops.moe._exchange_expert_rows(
                 permute_grad, *_way_back(ctx), to_experts=False
             )
+            x_grad = (x_grad + moved).to(y_grad.dtype)
     if rows is not None:
         weight_grad = _weight_grad(ctx, rows, y_grad, ctx.recv_counts)
     shared_grads = _shared_expert_grads(ctx, mm_x, mm_weight, mm_y_grad)
     return x_grad, weight_grad, None, None, None, None, *shared_grads
 
 
-def _reverse_backward(
-    ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None
-) -> tuple[Any, ...]:
+def _reverse_backward(ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None) -> tuple[Any, ...]:
     rows, gmm_weight, mm_x, mm_weight = ctx.saved_tensors
-    y_grad = _defined(ctx, y_grad)
+    y_grad = _defined(ctx, y_grad, 0)
     x_grad = weight_grad = expert_grads = None
     if gmm_weight is not None:
         x_grad, _, expert_grads = torch.ops.moe.alltoallv_grouped_matmul(
@@ -305,9 +315,7 @@ def _reverse_backward(
             permute_out_flag=rows is not None,
         )
     elif rows is not None:
-        expert_grads = torch.ops.moe._exchange_expert_rows(
-            y_grad, *_way_back(ctx), to_experts=True
-        )
+        expert_grads = torch.ops.moe._exchange_expert_rows(y_grad, *_way_back(ctx), to_experts=True)
     if rows is not None and expert_grads is not None:
         weight_grad = _weight_grad(ctx, rows, expert_grads, ctx.send_counts)
     shared_grads = _shared_expert_grads(ctx, mm_x, mm_weight, mm_y_grad)
@@ -317,7 +325,8 @@ def _reverse_backward(
 def _exchange_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
-    _, ctx.group, ctx.ep_world_size, ctx.send_counts, ctx.recv_counts = inputs
+    _, ctx.group, ctx.ep_world_size, send_counts, recv_counts = inputs
+    ctx.send_counts, ctx.recv_counts = list(send_counts), list(recv_counts)
     ctx.to_experts = keyword_only_inputs["to_experts"]
 
 
@@ -333,10 +342,11 @@ _forward_kernel = autograd_kernel("alltoallv_grouped_matmul", _forward_backward,
 
 def _forward_keeping_rows(keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Asks for permute_out where the weights' gradient will need it."""
-    keep = torch.is_grad_enabled() and args[_WEIGHT].requires_grad
+    keep = torch.is_grad_enabled() and getattr(args[_WEIGHT], "requires_grad", False)
     if not keep or kwargs.get("permute_out_flag"):
         return _forward_kernel(keys, *args, **kwargs)
     gmm_y, mm_y, rows = _forward_kernel(keys, *args, **{**kwargs, "permute_out_flag": True})
+    gmm_y.grad_fn.permute_out_asked = False  # no rank has a gradient of it, but for a second order
     return gmm_y, mm_y, rows.detach().new_empty(0)
 
 
