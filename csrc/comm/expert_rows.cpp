@@ -62,7 +62,7 @@ Tensor exchanged(
   std::optional<RowExchange> exchange;
   Tensor received = rows;
   // Without columns there is nothing to send, and every rank knows.
-  if (group.size() > 1) {
+  if (group.size > 1) {
     int64_t num_received = 0;
     for (const int64_t count : counts.recv) {
       num_received += count;

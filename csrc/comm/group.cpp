@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +16,15 @@
 #include "../common/dtypes.h"
 
 namespace moe::comm {
+
+struct Processes {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+};
+
+struct PendingWork {
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
 namespace {
 
 constexpr std::array<std::pair<Path, std::string_view>, 2> kSuffixes = {{
@@ -65,7 +75,7 @@ auto communicate(const ArgChecks& check, const std::string& group_name, const Bo
 
 // Where the numbers of a collective have to be: on the host if the group can, since that is where they are needed.
 at::Device counts_device(const Group& group) {
-  const auto types = group.processes->getDeviceTypes();
+  const auto types = group.processes->group->getDeviceTypes();
   const bool on_host = std::find(types.begin(), types.end(), at::kCPU) != types.end();
   return on_host || types.empty() ? at::kCPU : types.front();
 }
@@ -73,7 +83,7 @@ at::Device counts_device(const Group& group) {
 // The values (1-D, int64) of all ranks, one after the other. By an all-to-all of copies: gloo takes half the time of
 // its all-gather.
 std::vector<int64_t> gather(const ArgChecks& check, const Group& group, const Tensor& values) {
-  const int64_t ranks = group.size();
+  const int64_t ranks = group.size;
   Tensor all = values;
   if (ranks > 1) {
     communicate(check, group.name, [&] {
@@ -83,7 +93,7 @@ std::vector<int64_t> gather(const ArgChecks& check, const Group& group, const Te
                           .contiguous();
       all = at::empty_like(copies);
       std::vector<int64_t> equal_parts;
-      return group.processes->all_to_all_single(all, copies, equal_parts, equal_parts)->wait();
+      return group.processes->group->all_to_all_single(all, copies, equal_parts, equal_parts)->wait();
     });
   }
   all = all.cpu().contiguous();
@@ -118,7 +128,7 @@ std::vector<int64_t> gather_records(const ArgChecks& check, const Group& group, 
     rests = gather(check, group, record.narrow(0, first_size, rest_size));
   }
   std::vector<int64_t> records;
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
+  for (int64_t rank = 0; rank < group.size; ++rank) {
     const auto part = firsts.begin() + rank * kFirstPart;
     records.insert(records.end(), part, part + first_size);
     records.insert(records.end(), rests.begin() + rank * rest_size, rests.begin() + (rank + 1) * rest_size);
@@ -177,7 +187,10 @@ Group resolve_group(const ArgChecks& check, std::string_view group) {
   }
   if (!resolved.name.empty()) {
     try {
-      resolved.processes = c10d::resolve_process_group(resolved.name);
+      const auto found = c10d::resolve_process_group(resolved.name);
+      resolved.rank = found->getRank();
+      resolved.size = found->getSize();
+      resolved.processes = std::make_shared<Processes>(Processes{found});
     } catch (const std::exception&) {
       TORCH_CHECK_VALUE(
           false, "moe::", check.op(), ": group must be the name of a process group of torch.distributed, got \"",
@@ -190,8 +203,8 @@ Group resolve_group(const ArgChecks& check, std::string_view group) {
 Group resolve_group(const ArgChecks& check, std::string_view group, int64_t ep_world_size) {
   Group resolved = resolve_group(check, group);
   TORCH_CHECK_VALUE(
-      resolved.size() == ep_world_size, "moe::", check.op(), ": ep_world_size must be the size of group \"",
-      resolved.name, "\" (", resolved.size(), "), got ", ep_world_size);
+      resolved.size == ep_world_size, "moe::", check.op(), ": ep_world_size must be the size of group \"",
+      resolved.name, "\" (", resolved.size, "), got ", ep_world_size);
   return resolved;
 }
 
@@ -241,7 +254,7 @@ CountMatrix gather_counts(
 std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::string_view group_name) {
   constexpr ArgChecks check("exchange_counts");
   const Group group = resolve_group(check, group_name);
-  const int64_t ranks = group.size();
+  const int64_t ranks = group.size;
   const int64_t pairs = send_counts.size(0);
   check.multiple_of(pairs, "number of send_counts", ranks, "the number of ranks");
   const Tensor header = at::tensor({operator_number(check.op()), pairs / ranks, int64_t{0}, int64_t{0}}, at::kLong);
@@ -253,18 +266,19 @@ std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::
     // All ranks find the same: a device's counts have not been looked at before.
     check.counts(c10::fromIntArrayRefSlow(matrix.back()), "send_counts", pairs);
   }
-  return {group.rank(), matrix};
+  return {group.rank, matrix};
 }
 
 RowExchange::RowExchange(const ArgChecks& check, const Group& group, const Counts& counts, Tensor send, Tensor recv)
     : check_(check), group_name_(group.name), send_(std::move(send)), recv_(std::move(recv)) {
   auto to = counts.rows_by_rank(counts.send);
   auto from = counts.rows_by_rank(counts.recv);
-  work_ = communicate(check_, group_name_, [&] { return group.processes->all_to_all_single(recv_, send_, from, to); });
+  work_ = std::make_shared<PendingWork>(PendingWork{communicate(
+      check_, group_name_, [&] { return group.processes->group->all_to_all_single(recv_, send_, from, to); })});
 }
 
 void RowExchange::finish() {
-  communicate(check_, group_name_, [&] { return work_->wait(); });
+  communicate(check_, group_name_, [&] { return work_->work->wait(); });
 }
 
 } // namespace moe::comm

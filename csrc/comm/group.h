@@ -4,8 +4,7 @@
 // anything: "<name>@fused" or "<name>@composed". An empty name is this process alone, which needs no torch.distributed.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -24,15 +23,11 @@ enum class Path {
 
 struct Group {
   std::string name;
-  std::optional<Path> agreed;                       // by all ranks
-  c10::intrusive_ptr<c10d::ProcessGroup> processes; // null for this process alone
-
-  int64_t size() const {
-    return processes ? processes->getSize() : 1;
-  }
-  int64_t rank() const {
-    return processes ? processes->getRank() : 0;
-  }
+  std::optional<Path> agreed; // by all ranks
+  int64_t rank = 0;
+  int64_t size = 1;
+  // torch's process group, whose headers take longer to compile than all of this. Null for this process alone.
+  std::shared_ptr<struct Processes> processes;
 };
 
 // ValueError if there is no such group, or if it has another size than `ep_world_size`.
@@ -81,7 +76,7 @@ class RowExchange {
   std::string group_name_;
   Tensor send_;
   Tensor recv_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  std::shared_ptr<struct PendingWork> work_;
 };
 
 } // namespace moe::comm
