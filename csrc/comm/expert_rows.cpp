@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -61,13 +62,10 @@ Tensor exchanged(
     const std::function<void()>& meanwhile = {}) {
   std::optional<RowExchange> exchange;
   Tensor received = rows;
-  // Without columns there is nothing to send, and every rank knows.
   if (group.size > 1) {
-    int64_t num_received = 0;
-    for (const int64_t count : counts.recv) {
-      num_received += count;
-    }
+    const int64_t num_received = std::accumulate(counts.recv.begin(), counts.recv.end(), int64_t{0});
     received = at::empty({num_received, rows.size(1)}, rows.options());
+    // Without columns there is nothing to send, and every rank knows.
     if (rows.size(1) > 0) {
       exchange.emplace(check, group, counts, rows.contiguous(), received);
     }

@@ -113,58 +113,39 @@ void check_headers(const ArgChecks& check, const std::vector<int64_t>& records, 
   }
 }
 
-// What the ranks tell each other: a header, then counts. The first kFirstPart numbers go first: ranks whose headers
-// differ may have records of different lengths.
-std::vector<int64_t> gather_records(const ArgChecks& check, const Group& group, const Tensor& record) {
+// What the ranks tell each other: a header and counts (1-D, int64, on any device). Returns the counts of every rank.
+// The first kFirstPart numbers go first: ranks whose headers differ may have other numbers of counts.
+CountMatrix gather_records(
+    const ArgChecks& check, const Group& group, const std::array<int64_t, kNumFields>& header, const Tensor& counts) {
   constexpr int64_t kFirstPart = 512; // enough for 127 experts on 2 ranks, 31 on 8: one collective
+  const Tensor record = at::cat({at::tensor(at::IntArrayRef(header), at::kLong).to(counts.device()), counts});
   const int64_t first_size = std::min(record.size(0), kFirstPart);
+  const int64_t rest_size = record.size(0) - first_size;
   Tensor first = at::zeros({kFirstPart}, record.options());
   first.narrow(0, 0, first_size).copy_(record.narrow(0, 0, first_size));
   const auto firsts = gather(check, group, first);
   check_headers(check, firsts, kFirstPart);
-  const int64_t rest_size = record.size(0) - first_size;
   std::vector<int64_t> rests;
   if (rest_size > 0) {
     rests = gather(check, group, record.narrow(0, first_size, rest_size));
   }
-  std::vector<int64_t> records;
+  CountMatrix matrix;
   for (int64_t rank = 0; rank < group.size; ++rank) {
     const auto part = firsts.begin() + rank * kFirstPart;
-    records.insert(records.end(), part, part + first_size);
-    records.insert(records.end(), rests.begin() + rank * rest_size, rests.begin() + (rank + 1) * rest_size);
+    auto& of_rank = matrix.emplace_back(part + kNumFields, part + first_size);
+    of_rank.insert(of_rank.end(), rests.begin() + rank * rest_size, rests.begin() + (rank + 1) * rest_size);
   }
-  return records;
+  return matrix;
 }
 
-// Where each number stands in a record.
-struct Records {
-  const std::vector<int64_t>& values;
-  const Counts& counts;
-
-  int64_t pairs() const {
-    return counts.ranks * counts.experts;
-  }
-  int64_t size() const {
-    return kNumFields + 2 * pairs();
-  }
-  const int64_t* send_counts(int64_t rank) const {
-    return values.data() + rank * size() + kNumFields;
-  }
-  int64_t sent(int64_t source, int64_t target, int64_t expert) const {
-    return send_counts(source)[target * counts.experts + expert];
-  }
-  int64_t expected(int64_t source, int64_t target, int64_t expert) const {
-    return send_counts(target)[pairs() + source * counts.experts + expert];
-  }
-};
-
-void check_agreement(const ArgChecks& check, const Records& records) {
-  const Counts& counts = records.counts;
+// `records`: the send counts, then the receive counts of each rank.
+void check_agreement(const ArgChecks& check, const Counts& counts, const CountMatrix& records) {
+  const int64_t pairs = counts.ranks * counts.experts;
   for (int64_t source = 0; source < counts.ranks; ++source) {
     for (int64_t target = 0; target < counts.ranks; ++target) {
       for (int64_t expert = 0; expert < counts.experts; ++expert) {
-        const int64_t sent = records.sent(source, target, expert);
-        const int64_t expected = records.expected(source, target, expert);
+        const int64_t sent = records[source][target * counts.experts + expert];
+        const int64_t expected = records[target][pairs + source * counts.experts + expert];
         TORCH_CHECK_VALUE(
             sent == expected, "moe::", check.op(), ": send_counts must equal the recv_counts of the other rank, got ",
             sent, " rows from rank ", source, " to rank ", target, " for its expert ", expert, ", where rank ", target,
@@ -236,37 +217,43 @@ Counts make_counts(int64_t ep_world_size, SymIntArrayRef send_counts, SymIntArra
 
 CountMatrix gather_counts(
     const ArgChecks& check, const Group& group, const Counts& counts, const Tensor& rows, int64_t row_size) {
-  std::vector<int64_t> record = {
-      operator_number(check.op()), counts.experts, static_cast<int64_t>(rows.scalar_type()), row_size};
-  record.insert(record.end(), counts.send.begin(), counts.send.end());
-  record.insert(record.end(), counts.recv.begin(), counts.recv.end());
-  const auto gathered = gather_records(check, group, at::tensor(record, at::kLong));
-  const Records records{gathered, counts};
-  check_agreement(check, records);
-  CountMatrix matrix;
-  for (int64_t rank = 0; rank < counts.ranks; ++rank) {
-    const int64_t* send = records.send_counts(rank);
-    matrix.emplace_back(send, send + records.pairs());
+  const auto dtype = static_cast<int64_t>(rows.scalar_type());
+  const Tensor both = at::cat({at::tensor(counts.send, at::kLong), at::tensor(counts.recv, at::kLong)});
+  CountMatrix matrix =
+      gather_records(check, group, {operator_number(check.op()), counts.experts, dtype, row_size}, both);
+  check_agreement(check, counts, matrix);
+  for (auto& of_rank : matrix) {
+    of_rank.resize(counts.send.size());
   }
   return matrix;
+}
+
+Group agreed_group(
+    const ArgChecks& check,
+    std::string_view name,
+    const Counts& counts,
+    const Tensor& rows,
+    int64_t row_size,
+    bool compare) {
+  Group group = resolve_group(check, name, counts.ranks);
+  if (compare || group.size == 1) {
+    gather_counts(check, group, counts, rows, row_size);
+  }
+  return group;
 }
 
 std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::string_view group_name) {
   constexpr ArgChecks check("exchange_counts");
   const Group group = resolve_group(check, group_name);
-  const int64_t ranks = group.size;
   const int64_t pairs = send_counts.size(0);
-  check.multiple_of(pairs, "number of send_counts", ranks, "the number of ranks");
-  const Tensor header = at::tensor({operator_number(check.op()), pairs / ranks, int64_t{0}, int64_t{0}}, at::kLong);
-  const auto records = gather_records(check, group, at::cat({header.to(send_counts.device()), send_counts}));
-  CountMatrix matrix;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const auto first = records.begin() + rank * (kNumFields + pairs) + kNumFields;
-    matrix.emplace_back(first, first + pairs);
+  check.multiple_of(pairs, "number of send_counts", group.size, "the number of ranks");
+  CountMatrix matrix =
+      gather_records(check, group, {operator_number(check.op()), pairs / group.size, 0, 0}, send_counts);
+  for (const auto& of_rank : matrix) {
     // All ranks find the same: a device's counts have not been looked at before.
-    check.counts(c10::fromIntArrayRefSlow(matrix.back()), "send_counts", pairs);
+    check.counts(c10::fromIntArrayRefSlow(of_rank), "send_counts", pairs);
   }
-  return {group.rank, matrix};
+  return {group.rank, std::move(matrix)};
 }
 
 RowExchange::RowExchange(const ArgChecks& check, const Group& group, const Counts& counts, Tensor send, Tensor recv)

@@ -59,6 +59,15 @@ using CountMatrix = std::vector<std::vector<int64_t>>;
 CountMatrix gather_counts(
     const ArgChecks& check, const Group& group, const Counts& counts, const Tensor& rows, int64_t row_size);
 
+// The group of that name, once its ranks have compared their counts as above if `compare`. A rank alone always does.
+Group agreed_group(
+    const ArgChecks& check,
+    std::string_view name,
+    const Counts& counts,
+    const Tensor& rows,
+    int64_t row_size,
+    bool compare);
+
 // Collective, waits once for an NPU: this rank, and the send counts of all ranks, from those of this one (1-D, int64,
 // on any device). For torch_moe_ops.exchange_counts.
 std::pair<int64_t, CountMatrix> exchange_counts(const Tensor& send_counts, std::string_view group);

@@ -80,10 +80,14 @@ inline void check_expert_matmul(const ArgChecks& check, const ExpertMatmulArgs& 
       check, args.gmm_x, "gmm_x", args.ep_world_size, args.gmm_weight.sym_size(0), args.send_counts, args.recv_counts);
 }
 
+// N.
+inline SymInt output_columns(const ExpertMatmulArgs& args) {
+  return args.gmm_weight.sym_size(args.trans_gmm_weight ? 1 : 2);
+}
+
 // (rows received, N), in whichever order.
 inline Tensor expert_matmul_output(const ExpertMatmulArgs& args) {
-  const SymInt columns = args.gmm_weight.sym_size(args.trans_gmm_weight ? 1 : 2);
-  return at::empty_symint({sum_of(args.recv_counts), columns}, args.gmm_x.options());
+  return at::empty_symint({sum_of(args.recv_counts), output_columns(args)}, args.gmm_x.options());
 }
 
 // What an optional output is that was not asked for.

@@ -12,12 +12,12 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from tests.distributed import definition
 from tests.npu.hccl import comm_name, start_hccl
 from tests.npu.settings import only_in
 from tests.ranks import Ranks
 
 EXPERTS, INNER, COLUMNS, SHARED_INNER, SHARED_COLUMNS = 3, 8, 5, 7, 6
-Counts = list[list[int]]  # [rank][peer * EXPERTS + expert]
 
 
 # ---- what the operators are to compute -----------------------------------------------------------
@@ -29,7 +29,7 @@ def whole(*size: int, seed: int) -> Tensor:
     return torch.randint(-4, 5, size, generator=generator).float()
 
 
-def uneven(world: int) -> Counts:
+def uneven(world: int) -> definition.Counts:
     """Every rank sends and receives something, in all different amounts, some of them 0."""
     generator = torch.Generator().manual_seed(world)
     counts = torch.randint(0, 4, (world, world * EXPERTS), generator=generator)
@@ -39,47 +39,12 @@ def uneven(world: int) -> Counts:
     return counts.tolist()
 
 
-def received(counts: Counts, rank: int) -> list[int]:
-    return [n for row in counts for n in row[rank * EXPERTS : (rank + 1) * EXPERTS]]
-
-
 def product(rows: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows.float() @ matrix.float()).to(dtype)
 
 
-def blocks(rows: Tensor, counts: list[int], peer: int, expert: int) -> Tensor:
-    """The rows of one pair, of rows in the order of the counts."""
-    at = peer * EXPERTS + expert
-    start = sum(counts[:at])
-    return rows[start : start + counts[at]]
-
-
-def forward_of(
-    rank: int, rows: list[Tensor], counts: Counts, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What a rank gets: its experts' rows in turn, by source, and their products."""
-    by_expert = [
-        torch.cat([blocks(rows[q], counts[q], rank, j) for q in range(len(rows))])
-        for j in range(EXPERTS)
-    ]
-    products = [product(r, weight[j], weight.dtype) for j, r in enumerate(by_expert)]
-    return torch.cat(products), torch.cat(by_expert)
-
-
-def reverse_of(rank: int, sources: list[Tensor], counts: Counts, weights: list[Tensor]) -> Tensor:
-    """The way back: ``counts`` as the forward operator sent them, ``sources`` in its order."""
-    returned = []
-    for owner, source in enumerate(sources):
-        start = 0
-        for j in range(EXPERTS):
-            for q, row in enumerate(counts):
-                n = row[owner * EXPERTS + j]
-                if q == rank:
-                    returned.append(
-                        product(source[start : start + n], weights[owner][j], source.dtype)
-                    )
-                start += n
-    return torch.cat(returned)
+def in_float32(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.float() for tensor in tensors]
 
 
 # ---- on every rank -------------------------------------------------------------------------------
@@ -88,7 +53,8 @@ def reverse_of(rank: int, sources: list[Tensor], counts: Counts, weights: list[T
 def fused(rank: int, world: int, dtype: torch.dtype, trans: bool, mode: str | None) -> None:
     """Both operators with a shared expert, by their definition."""
     counts = uneven(world)
-    send, recv = counts[rank], received(counts, rank)
+    received = definition.recv_counts(counts, EXPERTS)
+    send, recv = counts[rank], received[rank]
     rows = [whole(sum(counts[r]), INNER, seed=r).to(dtype) for r in range(world)]
     weights = [whole(EXPERTS, INNER, COLUMNS, seed=100 + r).to(dtype) for r in range(world)]
     shared = whole(sum(send) // 2, SHARED_INNER, seed=rank).to(dtype)
@@ -114,23 +80,27 @@ def fused(rank: int, world: int, dtype: torch.dtype, trans: bool, mode: str | No
         permute_out_flag=True,
         **options,
     )
-    expected, expected_rows = forward_of(rank, rows, counts, weights[rank])
-    assert torch.equal(permuted.cpu(), expected_rows)
-    assert torch.equal(y.cpu(), expected)
+    expected, expected_rows = definition.alltoallv_grouped_matmul(
+        in_float32(rows), in_float32(weights), counts
+    )
+    assert torch.equal(permuted.cpu(), expected_rows[rank].to(dtype))
+    assert torch.equal(y.cpu(), expected[rank].to(dtype))
     assert torch.equal(mm_y.cpu(), product(shared, shared_weight, dtype))
 
-    back = [whole(sum(received(counts, r)), INNER, seed=r).to(dtype) for r in range(world)]
+    back = [whole(sum(received[r]), INNER, seed=r).to(dtype) for r in range(world)]
     y, mm_y = torch_npu.npu_gmm_alltoallv(
         back[rank].npu(), stored(weights[rank]), comm_name(), world, recv, send, **options
     )
-    assert torch.equal(y.cpu(), reverse_of(rank, back, counts, weights))
+    expected = definition.grouped_matmul_alltoallv(in_float32(back), in_float32(weights), received)
+    assert torch.equal(y.cpu(), expected[rank].to(dtype))
     assert torch.equal(mm_y.cpu(), product(shared, shared_weight, dtype))
 
 
 def there_and_back(rank: int, world: int) -> None:
     """With identity weights all bits of a row come back, and nothing else is returned."""
     counts = uneven(world)
-    send, recv = counts[rank], received(counts, rank)
+    received = definition.recv_counts(counts, EXPERTS)
+    send, recv = counts[rank], received[rank]
     rows = torch.randn(sum(send), INNER, generator=torch.Generator().manual_seed(rank)).bfloat16()
     weight = torch.eye(INNER).bfloat16().repeat(EXPERTS, 1, 1).npu()
     name = comm_name()

@@ -8,14 +8,9 @@
 namespace moe::cpu {
 namespace {
 
-// The group, once all its ranks agree about who sends how many rows to whom (MOE_OPS_CHECK_COUNTS=0: without asking).
-comm::Group agreed_group(
-    const ArgChecks& check, std::string_view name, const comm::Counts& counts, const Tensor& rows, int64_t row_size) {
-  comm::Group group = comm::resolve_group(check, name, counts.ranks);
-  if (counts.ranks == 1 || !switched_off("MOE_OPS_CHECK_COUNTS")) {
-    comm::gather_counts(check, group, counts, rows, row_size);
-  }
-  return group;
+// MOE_OPS_CHECK_COUNTS=0 turns it off.
+bool compares_counts() {
+  return !switched_off("MOE_OPS_CHECK_COUNTS");
 }
 
 std::tuple<Tensor, Tensor, Tensor> alltoallv_grouped_matmul(
@@ -35,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor> alltoallv_grouped_matmul(
                               mm_x,  mm_weight,  trans_gmm_weight, trans_mm_weight};
   check_expert_matmul(check, args);
   const auto counts = comm::make_counts(ep_world_size.expect_int(), send_counts, recv_counts);
-  const comm::Group ranks = agreed_group(check, group, counts, gmm_x, gmm_x.size(1));
+  const auto ranks = comm::agreed_group(check, group, counts, gmm_x, gmm_x.size(1), compares_counts());
   return comm::alltoallv_grouped_matmul(check, ranks, counts, args, permute_out_flag);
 }
 
@@ -55,8 +50,8 @@ std::tuple<Tensor, Tensor> grouped_matmul_alltoallv(
                               mm_x,  mm_weight,  trans_gmm_weight, trans_mm_weight};
   check_expert_matmul(check, args);
   const auto counts = comm::make_counts(ep_world_size.expect_int(), send_counts, recv_counts);
-  const int64_t row_size = gmm_weight.size(trans_gmm_weight ? 1 : 2);
-  const comm::Group ranks = agreed_group(check, group, counts, gmm_x, row_size);
+  const int64_t row_size = output_columns(args).expect_int();
+  const auto ranks = comm::agreed_group(check, group, counts, gmm_x, row_size, compares_counts());
   return comm::grouped_matmul_alltoallv(check, ranks, counts, args);
 }
 
@@ -70,7 +65,7 @@ Tensor exchange_expert_rows(
   constexpr ArgChecks check("_exchange_expert_rows");
   check_exchange(check, rows, ep_world_size, send_counts, recv_counts);
   const auto counts = comm::make_counts(ep_world_size.expect_int(), send_counts, recv_counts);
-  const comm::Group ranks = agreed_group(check, group, counts, rows, rows.size(1));
+  const auto ranks = comm::agreed_group(check, group, counts, rows, rows.size(1), compares_counts());
   return comm::exchange_expert_rows(check, ranks, counts, rows, to_experts);
 }
 

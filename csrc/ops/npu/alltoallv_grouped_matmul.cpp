@@ -24,6 +24,11 @@ constexpr const char* kExchange = "_exchange_expert_rows";
 // Value of the parameter commMode: communication by the AI CPU, which every product has.
 const std::string kCommMode = "ai_cpu";
 
+// MOE_OPS_CHECK_COUNTS=1 turns it on: it waits for the device.
+bool compares_counts() {
+  return switched_on("MOE_OPS_CHECK_COUNTS");
+}
+
 // Whether the kernels take the sizes, which are the same on every rank.
 bool sizes_fit(const char* op, const ExpertMatmulArgs& args) {
   const FusedLimits* limits = fused_limits(op);
@@ -48,7 +53,7 @@ Plan make_plan(const ArgChecks& check, const ExpertMatmulArgs& args, std::string
   plan.group = comm::resolve_group(check, group, plan.counts.ranks);
   plan.fused = plan.counts.ranks > 1 && sizes_fit(check.op(), args);
   const bool must_ask = plan.fused && !plan.group.agreed.has_value();
-  if (must_ask || plan.counts.ranks == 1 || switched_on("MOE_OPS_CHECK_COUNTS")) {
+  if (must_ask || plan.counts.ranks == 1 || compares_counts()) {
     const auto send_counts = comm::gather_counts(check, plan.group, plan.counts, args.gmm_x, row_size);
     plan.fused = plan.fused && agreed_path(check.op(), send_counts) == comm::Path::kFused;
   } else {
@@ -196,7 +201,7 @@ std::tuple<Tensor, Tensor> grouped_matmul_alltoallv(
                               mm_x,  mm_weight,  trans_gmm_weight, trans_mm_weight};
   check_expert_matmul(check, args);
   const c10::DeviceGuard guard(gmm_x.device());
-  const Plan plan = make_plan(check, args, group, gmm_weight.size(trans_gmm_weight ? 1 : 2));
+  const Plan plan = make_plan(check, args, group, output_columns(args).expect_int());
   if (!plan.fused) {
     return comm::grouped_matmul_alltoallv(check, plan.group, plan.counts, args);
   }
@@ -214,10 +219,7 @@ Tensor exchange_expert_rows(
   check_exchange(check, rows, ep_world_size, send_counts, recv_counts);
   const c10::DeviceGuard guard(rows.device());
   const auto counts = comm::make_counts(ep_world_size.expect_int(), send_counts, recv_counts);
-  const auto ranks = comm::resolve_group(check, group, counts.ranks);
-  if (counts.ranks == 1 || switched_on("MOE_OPS_CHECK_COUNTS")) {
-    comm::gather_counts(check, ranks, counts, rows, rows.size(1));
-  }
+  const auto ranks = comm::agreed_group(check, group, counts, rows, rows.size(1), compares_counts());
   return comm::exchange_expert_rows(check, ranks, counts, rows, to_experts);
 }
 

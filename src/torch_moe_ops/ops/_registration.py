@@ -85,7 +85,8 @@ def autograd_kernel(op: str, backward: Backward, setup_context: SetupContext) ->
     )
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(kwargs.get(name) for name in keyword_tensors)
+        # Most operators have none, and for small inputs even an empty generator takes time.
+        tensors = tuple(kwargs.get(name) for name in keyword_tensors) if keyword_tensors else ()
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args + tensors)
         if torch.is_grad_enabled() and any_requires_grad(*args, *tensors):

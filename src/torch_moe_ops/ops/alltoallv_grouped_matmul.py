@@ -199,12 +199,18 @@ _X, _WEIGHT, _MM_X, _MM_WEIGHT = 0, 1, 6, 7
 _NUM_INPUTS = 8
 
 
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """The arguments after the rows (and weights) that say who sends what to whom."""
+    ctx.group, ctx.ep_world_size, send_counts, recv_counts = inputs
+    # Copies: a list may be the caller's own.
+    ctx.send_counts, ctx.recv_counts = list(send_counts), list(recv_counts)
+
+
 def _setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    gmm_x, gmm_weight, ctx.group, ctx.ep_world_size = inputs[:4]
-    # Copies: a list may be the caller's own.
-    ctx.send_counts, ctx.recv_counts = list(inputs[4]), list(inputs[5])
+    gmm_x, gmm_weight = inputs[:2]
+    _keep_exchange(ctx, inputs[2:6])
     needs = needs_grad(ctx, _NUM_INPUTS)
     # The weights' gradient needs the rows where they were multiplied: on the way there these are an
     # output, on the way back the input.
@@ -279,10 +285,10 @@ def _forward_backward(
 ) -> tuple[Any, ...]:
     rows, gmm_weight, mm_x, mm_weight = ctx.saved_tensors
     y_grad = _defined(ctx, y_grad, 0)
-    if ctx.permute_out_asked:
-        permute_grad = _defined(ctx, permute_grad, 2)
     x_grad = weight_grad = None
     if gmm_weight is not None:
+        if ctx.permute_out_asked:
+            permute_grad = _defined(ctx, permute_grad, 2)
         # Two parts are added in the dtype of sums, so that the gradient is rounded once.
         dtype = y_grad.dtype if permute_grad is None else sums_dtype(y_grad, gmm_weight)
         x_grad, _ = torch.ops.moe.grouped_matmul_alltoallv(
@@ -325,8 +331,7 @@ def _reverse_backward(ctx: Any, y_grad: Tensor | None, mm_y_grad: Tensor | None)
 def _exchange_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
-    _, ctx.group, ctx.ep_world_size, send_counts, recv_counts = inputs
-    ctx.send_counts, ctx.recv_counts = list(send_counts), list(recv_counts)
+    _keep_exchange(ctx, inputs[1:])
     ctx.to_experts = keyword_only_inputs["to_experts"]
 
 

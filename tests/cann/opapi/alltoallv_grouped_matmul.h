@@ -16,12 +16,10 @@
 //   were it zero rows, so that none gets by without one that does not launch.
 // - Outputs are written as if they were contiguous: others end the process. Inputs may have any strides.
 // - Nothing compares counts between ranks, or epWorldSize with the group: what does not fit ends the process.
-// - Limits are those of tiling. Where it lets pass what the kernel's arrays (32 experts, 128 ranks) or the documents
-// (N1
-//   up to 65535) do not, the kernel ends the process.
+// - Limits are those of tiling. Where it lets pass what the kernel's arrays (32 experts, 128 ranks) or the documents do
+//   not (N1 up to 65535), the kernel ends the process.
 // - Before CANN 9.1 the sets of ep are smaller (no 128, and for 950 those of A3), and A3 wants 2 MB of rows of H1 to
-// and
-//   from every rank.
+//   and from every rank.
 // Dtypes that have no kernel are refused with 161002, the one of the two possible codes that says what is wrong.
 #pragma once
 
