@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd_entry.h"
 #include "comm/group.h"
 #include "common/registration.h"
 #include "cpu/row_ops.h"
@@ -57,6 +58,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Build facts of torch_moe_ops. The operators are in torch.ops.moe.";
   m.def(
       "cpu_capability", [] { return std::string(moe::cpu::cpu_capability()); }, "Instruction set of the row kernels.");
+  m.def("install_autograd_entry", &moe::install_autograd_entry, "Keeps unrecorded calls out of Python.");
   m.def("install_npu_entry", &moe::install_npu_entry, "Makes calls on NPU tensors load the NPU kernels.");
   m.def(
       "exchange_counts",

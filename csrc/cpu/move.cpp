@@ -304,7 +304,8 @@ void scatter_rows(
   ready.rows = weighted ? dense(args.rows) : std::nullopt;
   ready.bias = dense(args.bias);
   const int64_t num_tokens = args.grad.size(0);
-  Tensor products = weighted ? at::empty({num_tokens * args.top_k}, args.grad.options().dtype(sums)) : Tensor();
+  const bool rounded = weighted && weights_grad.scalar_type() != sums;
+  Tensor products = rounded ? at::empty(weights_grad.sizes(), args.grad.options().dtype(sums)) : weights_grad;
   dispatch_rows_and_sums(args.grad.scalar_type(), sums, [&](auto row_tag, auto sum_tag) {
     using T = typename decltype(row_tag)::type;
     using A = typename decltype(sum_tag)::type;
@@ -323,8 +324,8 @@ void scatter_rows(
       stream_end();
     });
   });
-  if (weighted) {
-    weights_grad.copy_(products.view_as(weights_grad));
+  if (rounded) {
+    weights_grad.copy_(products);
   }
 }
 

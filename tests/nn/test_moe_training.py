@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_moe_ops.nn import MoE
+from torch_moe_ops.nn import MoE, RouterOutput
 
 H, E = 16, 6
 capacities = pytest.mark.parametrize("capacity_factor", [None, 0.5])
@@ -131,23 +132,50 @@ def test_state_dict_names():
     ]
 
 
+def train_once(layer, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    layer.zero_grad()
+    try:
+        x = torch.randn(64, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x)
+        (y.output.square().sum() + y.aux_loss).backward()
+        return [*y, x.grad, *(p.grad for p in layer.parameters())]
+    finally:
+        torch.set_num_threads(before)
+
+
 @capacities
 def test_runs_are_repeatable(capacity_factor):
-    def run(threads):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            layer = make_layer(capacity_factor=capacity_factor)
-            x = torch.randn(64, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            y = layer(x)
-            (y.output.square().sum() + y.aux_loss).backward()
-            return [*y, x.grad, *(p.grad for p in layer.parameters())]
-        finally:
-            torch.set_num_threads(before)
+    first, second = (
+        train_once(make_layer(capacity_factor=capacity_factor), threads=2) for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
 
-    first = run(1)
-    for threads in (1, 2):
-        for a, b in zip(first, run(threads), strict=True):
+
+class FixedRouter(nn.Module):
+    """Gives the same answer again, and the gradient of its weights. No matrix product."""
+
+    def __init__(self, routed):
+        super().__init__()
+        self.routed = RouterOutput(*(part.detach() for part in routed))
+        self.probs = nn.Parameter(self.routed.probs)
+
+    def forward(self, _):
+        return self.routed._replace(probs=self.probs)
+
+
+@capacities
+def test_experts_and_routing_do_not_depend_on_the_number_of_threads(capacity_factor):
+    # torch's own products, in the router and the shared expert, may: their sums are split.
+    torch.manual_seed(0)
+    layer = MoE(H, 16, E, top_k=2, capacity_factor=capacity_factor)
+    x = torch.randn(64, H, generator=torch.Generator().manual_seed(1))
+    layer.router = FixedRouter(layer.router(x))
+    one = train_once(layer, threads=1)
+    for threads in (2, 3):
+        for a, b in zip(one, train_once(layer, threads), strict=True):
             assert torch.equal(a, b)
 
 

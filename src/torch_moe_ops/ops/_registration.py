@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_moe_ops import _C
+
 # Registrations live as long as this object.
 _LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
@@ -26,16 +28,21 @@ _NUM_LEADING = 2
 
 def register_autograd(op: str, backward: Backward, setup_context: SetupContext) -> None:
     """Registers the gradient formula of ``moe::<op>``: see :func:`autograd_kernel`."""
-    register_kernel(op, "Autograd", autograd_kernel(op, backward, setup_context))
+    register_autograd_kernel(op, autograd_kernel(op, backward, setup_context))
 
 
-def register_kernel(op: str, key: str, kernel: Kernel) -> None:
-    """Registers ``kernel(dispatch_keys, *args, **kwargs)`` for a dispatch key."""
-    _LIBRARY.impl(op, kernel, key, with_keyset=True)
+def register_autograd_kernel(op: str, kernel: Kernel) -> None:
+    """Registers ``kernel(dispatch_keys, *args, **kwargs)`` for the calls that a formula must see.
+
+    Those are calls whose result requires a gradient, and calls with a forward-mode tangent. All
+    others never reach Python: see csrc/autograd_entry.h.
+    """
+    _LIBRARY.impl(op, kernel, "AutogradOther", with_keyset=True)
+    _C.install_autograd_entry(op)
 
 
 def autograd_kernel(op: str, backward: Backward, setup_context: SetupContext) -> Kernel:
-    """The Autograd kernel of ``moe::<op>``, from its gradient formula.
+    """The kernel for :func:`register_autograd_kernel`, from the gradient formula of ``moe::<op>``.
 
     Like torch.library.register_autograd, with the same signatures of the two callbacks, but for
     three things: an input with a forward-mode tangent is refused, where torch's kernel drops the
@@ -54,18 +61,15 @@ def autograd_kernel(op: str, backward: Backward, setup_context: SetupContext) ->
     redispatch = overload.redispatch
     below_autograd = torch._C._AutoDispatchBelowAutograd
     keys_below = torch._C._after_autograd_keyset
-    any_requires_grad = torch._C._any_requires_grad
-
-    def call_kernel(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with below_autograd():
-            return redispatch(keys & keys_below, *args, **kwargs)
+    in_functorch = torch._C._are_functorch_transforms_active
 
     def forward(ctx: Any, keys: Any, kwargs: dict[str, Any], *args: Any) -> Any:
-        if keyword_tensors:
-            tensors = args[len(defaults) :]
-            args = args[: len(defaults)]
-            kwargs = {**kwargs, **dict(zip(keyword_tensors, tensors, strict=True))}
-        output = call_kernel(keys, args, kwargs)
+        # No zeros in the place of gradients of index outputs, which there cannot be.
+        ctx._materialize_non_diff_grads = False
+        # The keyword-only tensors behind these are for autograd alone: the kernel takes kwargs.
+        args = args[: len(defaults)]
+        with below_autograd():
+            output = redispatch(keys & keys_below, *args, **kwargs)
         # The dispatcher leaves out trailing arguments that have their default value.
         inputs = args + defaults[len(args) :]
         if keyword_defaults:
@@ -83,18 +87,18 @@ def autograd_kernel(op: str, backward: Backward, setup_context: SetupContext) ->
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(with_leading)},
     )
+    # Without functorch, Function.apply adds nothing but time to the method that it overrides.
+    apply = super(torch.autograd.Function, function).apply
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Most operators have none, and for small inputs even an empty generator takes time.
-        tensors = tuple(kwargs.get(name) for name in keyword_tensors) if keyword_tensors else ()
+        if keyword_tensors:
+            tensors = [kwargs.get(name) for name in keyword_tensors]
+            args = (*args, *defaults[len(args) :], *tensors)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(op, args + tensors)
-        if torch.is_grad_enabled() and any_requires_grad(*args, *tensors):
-            if keyword_tensors:
-                others = {k: v for k, v in kwargs.items() if k not in keyword_tensors}
-                return function.apply(keys, others, *args, *defaults[len(args) :], *tensors)
+            _refuse_tangents(op, args)
+        if in_functorch():
             return function.apply(keys, kwargs, *args)
-        return call_kernel(keys, args, kwargs)
+        return apply(keys, kwargs, *args)
 
     return kernel
 

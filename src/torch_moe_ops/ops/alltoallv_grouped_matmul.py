@@ -16,7 +16,7 @@ from torch_moe_ops.ops._registration import (
     autograd_kernel,
     needs_grad,
     register_autograd,
-    register_kernel,
+    register_autograd_kernel,
     register_matmul_autocast,
     sums_dtype,
 )
@@ -355,7 +355,7 @@ def _forward_keeping_rows(keys: Any, *args: Any, **kwargs: Any) -> Any:
     return gmm_y, mm_y, rows.detach().new_empty(0)
 
 
-register_kernel("alltoallv_grouped_matmul", "Autograd", _forward_keeping_rows)
+register_autograd_kernel("alltoallv_grouped_matmul", _forward_keeping_rows)
 register_autograd("grouped_matmul_alltoallv", _reverse_backward, _setup)
 register_autograd("_exchange_expert_rows", _exchange_backward, _exchange_setup)
 register_matmul_autocast("alltoallv_grouped_matmul", num_tensors=2)
