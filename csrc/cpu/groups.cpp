@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "../common/parallel.h"
+#include "block_matmul.h"
 #include "serial_blas.h"
 
 namespace moe::cpu {
@@ -60,7 +61,9 @@ void run_group_tasks(const std::vector<GroupTask>& tasks, const std::function<vo
 }
 
 void matmul_into(const Tensor& left, const Tensor& right, Tensor& out) {
-  if (multiplies_faster_in_float32(out.scalar_type())) {
+  if (multiplies_in_blocks(left, right, out)) {
+    block_matmul(left, right, out);
+  } else if (multiplies_faster_in_float32(out.scalar_type())) {
     out.copy_(at::mm(left.to(at::kFloat), right.to(at::kFloat)));
   } else {
     at::mm_out(out, left, right);

@@ -24,9 +24,13 @@ void use_huge_pages(const Tensor& output) {
 #endif
 }
 
-bool streams(const Tensor& output, int64_t row_bytes) {
+bool outgrows_caches(const Tensor& output) {
   constexpr size_t kMinBytes = size_t{32} << 20;
-  return output.nbytes() >= kMinBytes && row_bytes % kStreamAlignment == 0 &&
+  return output.storage().nbytes() >= kMinBytes;
+}
+
+bool streams(const Tensor& output, int64_t row_bytes) {
+  return outgrows_caches(output) && row_bytes % kStreamAlignment == 0 &&
          reinterpret_cast<uintptr_t>(output.data_ptr()) % kStreamAlignment == 0;
 }
 

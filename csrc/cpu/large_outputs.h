@@ -20,6 +20,9 @@ namespace moe::cpu {
 
 void use_huge_pages(const Tensor& output);
 
+// Whether `output`, or the tensor that it is a part of, is larger than the caches.
+bool outgrows_caches(const Tensor& output);
+
 // Whether the rows of `output` are worth streaming, and aligned for it.
 bool streams(const Tensor& output, int64_t row_bytes);
 

@@ -63,6 +63,10 @@ template const RowOps<c10::BFloat16, double>& row_ops();
 template const RowOps<c10::Half, float>& row_ops();
 template const RowOps<c10::Half, double>& row_ops();
 
+PairRows pair_rows() {
+  return std::get<PairRows>(level().table());
+}
+
 const char* cpu_capability() {
   return level().name;
 }

@@ -22,9 +22,13 @@ struct RowOps {
   A (*dot_pair)(const T* left, const T* bias, const T* right, int64_t n); // <left + bias, right>
 };
 
+// out[i] = first[i] below second[i]: two rows of 16-bit elements, element by element.
+using PairRows = void (*)(uint32_t* out, const uint16_t* first, const uint16_t* second, int64_t n);
+
 // The functions for this machine. MOE_OPS_CPU_CAPABILITY=default|avx2|avx512 forces a lower level.
 template <typename T, typename A>
 const RowOps<T, A>& row_ops();
+PairRows pair_rows();
 
 // The name of the level in use.
 const char* cpu_capability();

@@ -207,6 +207,12 @@ A dot_pair(const T* left, const T* bias, const T* right, int64_t n) {
   return sum_lanes(lanes);
 }
 
+inline void pair_rows(uint32_t* out, const uint16_t* first, const uint16_t* second, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = first[i] | static_cast<uint32_t>(second[i]) << 16;
+  }
+}
+
 template <typename T, typename A>
 constexpr RowOps<T, A> table() {
   return {set<T, A>,   add<T, A>,   add_scaled<T, A>, add_scaled_pair<T, A>,

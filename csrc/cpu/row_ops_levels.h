@@ -22,7 +22,8 @@ using RowOpsTable = std::tuple<
     RowOps<c10::BFloat16, float>,
     RowOps<c10::BFloat16, double>,
     RowOps<c10::Half, float>,
-    RowOps<c10::Half, double>>;
+    RowOps<c10::Half, double>,
+    PairRows>;
 
 const RowOpsTable& row_ops_default();
 #ifdef MOE_ROW_OPS_X86_LEVELS
@@ -38,6 +39,6 @@ const RowOpsTable& row_ops_avx512();
     static constexpr RowOpsTable kTable{level::table<float, float>(),          level::table<float, double>(),        \
                                         level::table<double, double>(),        level::table<c10::BFloat16, float>(), \
                                         level::table<c10::BFloat16, double>(), level::table<c10::Half, float>(),     \
-                                        level::table<c10::Half, double>()};                                          \
+                                        level::table<c10::Half, double>(),     level::pair_rows};                    \
     return kTable;                                                                                                   \
   }
