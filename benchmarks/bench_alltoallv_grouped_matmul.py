@@ -1,7 +1,7 @@
 """alltoallv_grouped_matmul and grouped_matmul_alltoallv on two gloo processes of one thread.
 
-"unchecked" is ours with MOE_OPS_CHECK_COUNTS=0. The limits move as many bytes: gloo's own exchange,
-and a copy within one process. Small calls are timed many at a time.
+"ours, unchecked" is with MOE_OPS_CHECK_COUNTS=0. The limits move as many bytes: gloo's own
+exchange, and a copy within one process. Small calls are timed many at a time.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ from inputs import Size, uneven_counts
 
 RANKS = 2
 FORWARD, REVERSE = "alltoallv_grouped_matmul", "grouped_matmul_alltoallv"
-UNCHECKED = "unchecked"
+UNCHECKED = f"{OURS}, unchecked"
 GLOO, COPY = "all_to_all_single", "copy_"
 
 

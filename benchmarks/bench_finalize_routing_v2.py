@@ -55,4 +55,5 @@ def _grad(shape: Routing, dtype: torch.dtype, *, drop_pad: bool) -> Problem:
             expert_capacity=given.capacity,
         ),
         naive=lambda: naive.finalize_routing_grad(*arguments),
+        compilable=not drop_pad,
     )

@@ -1,10 +1,14 @@
-"""grouped_matmul, also as the gradient of its input, and grouped_matmul_weight_grad."""
+"""grouped_matmul, also as the gradient of its input, and grouped_matmul_weight_grad.
+
+The naive form is a loop of ``torch.mm``.
+"""
 
 from dataclasses import replace
 
 import torch
 
 import naive
+import peers
 import torch_moe_ops
 from harness import Case, Problem, multiplying
 from inputs import GROUPS_SHAPES, Groups, Size, cross, uneven_counts
@@ -18,7 +22,7 @@ def cases(size: Size) -> list[Case]:
     # naive form takes minutes.
     short = [replace(shape, M=min(shape.M, 1024)) for shape in shapes]
     ops = {
-        "grouped_matmul": _forward,
+        "grouped_matmul": forward,
         "grouped_matmul, trans_weight": _input_grad,
         "grouped_matmul_weight_grad": _weight_grad,
     }
@@ -32,13 +36,14 @@ def cases(size: Size) -> list[Case]:
     ]
 
 
-def _forward(shape: Groups, dtype: torch.dtype) -> Problem:
+def forward(shape: Groups, dtype: torch.dtype) -> Problem:
     x, weight = torch.randn(shape.M, shape.K).to(dtype), _weight(shape, dtype)
     counts = uneven_counts(shape.M, shape.E)
     return multiplying(
         *(shape.M, shape.K, shape.N, dtype),
         ours=lambda: torch_moe_ops.grouped_matmul(x, weight, counts),
         naive=lambda: naive.grouped_matmul(x, weight, counts),
+        peers=peers.grouped_mm(x, weight, counts),
     )
 
 
@@ -49,6 +54,7 @@ def _input_grad(shape: Groups, dtype: torch.dtype) -> Problem:
         *(shape.M, shape.N, shape.K, dtype),
         ours=lambda: torch_moe_ops.grouped_matmul(grad_y, weight, counts, trans_weight=True),
         naive=lambda: naive.grouped_matmul(grad_y, weight.mT, counts),
+        peers=peers.grouped_mm(grad_y, weight.mT, counts),
     )
 
 
@@ -60,6 +66,7 @@ def _weight_grad(shape: Groups, dtype: torch.dtype) -> Problem:
         *(shape.M, shape.K, shape.N, dtype),
         ours=lambda: torch_moe_ops.grouped_matmul_weight_grad(x, grad_y, counts),
         naive=lambda: naive.grouped_matmul_weight_grad(x, grad_y, counts),
+        peers=peers.grouped_mm(x.t(), grad_y, counts),
     )
 
 

@@ -3,6 +3,7 @@
 import torch
 
 import naive
+import peers
 import torch_moe_ops
 from harness import Case, Problem, moving
 from inputs import ROUTING_SHAPES, Routing, RoutingInputs, Size, cross
@@ -25,6 +26,7 @@ def _dropless(shape: Routing, dtype: torch.dtype) -> Problem:
         given.num_bytes(tokens=1, rows=1),
         ours=lambda: torch_moe_ops.init_routing_v2(x, ids)[:2],
         naive=lambda: naive.token_permute(x, ids),
+        peers=peers.megatron_permute(given),
     )
 
 
@@ -37,6 +39,7 @@ def _drop_pad(shape: Routing, dtype: torch.dtype) -> Problem:
             x, ids, expert_capacity=given.capacity, expert_num=shape.E, drop_pad_mode=1
         )[:2],
         naive=lambda: naive.init_routing_drop_pad(x, ids, shape.E, given.capacity),
+        compilable=False,
     )
 
 
@@ -47,6 +50,7 @@ def _dropless_grad(shape: Routing, dtype: torch.dtype) -> Problem:
         given.num_bytes(tokens=1, slots=1),
         ours=lambda: torch_moe_ops.init_routing_v2_grad(*arguments),
         naive=lambda: naive.token_permute_grad(*arguments),
+        peers=peers.megatron_permute_grad(given),
     )
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 import naive
+import peers
 import torch_moe_ops
 from harness import NAIVE, OURS, Case, Problem
 from inputs import ROUTING_SHAPES, Routing, RoutingInputs, Size, cross
@@ -26,6 +27,7 @@ def _no_grad(shape: Routing, dtype: torch.dtype) -> Problem:
             NAIVE: lambda: naive.token_permute(tokens, ids),
         },
         {"clone": tokens.clone},
+        peers=peers.megatron_permute(given),
     )
 
 
@@ -48,4 +50,8 @@ def _training(shape: Routing, dtype: torch.dtype) -> Problem:
     def clone() -> tuple[Tensor, ...]:
         return torch.autograd.grad(tokens.clone(), (tokens,), grad)
 
-    return Problem({OURS: ours, NAIVE: naively}, {"clone": clone})
+    return Problem(
+        {OURS: ours, NAIVE: naively},
+        {"clone": clone},
+        peers=peers.megatron_round_trip(tokens, probs, grad, given),
+    )

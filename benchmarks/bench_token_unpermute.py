@@ -3,6 +3,7 @@
 import torch
 
 import naive
+import peers
 import torch_moe_ops
 from harness import Case, Problem, moving
 from inputs import ROUTING_SHAPES, Routing, RoutingInputs, Size, cross
@@ -11,18 +12,19 @@ from inputs import ROUTING_SHAPES, Routing, RoutingInputs, Size, cross
 def cases(size: Size) -> list[Case]:
     shapes = ROUTING_SHAPES[size]
     return [
-        *cross("token_unpermute", shapes, _forward),
+        *cross("token_unpermute", shapes, forward),
         *cross("token_unpermute_grad", shapes, _grad),
     ]
 
 
-def _forward(shape: Routing, dtype: torch.dtype) -> Problem:
+def forward(shape: Routing, dtype: torch.dtype) -> Problem:
     given = RoutingInputs(shape, dtype)
     arguments = (given.rows, given.row_of_slot, given.probs)
     return moving(
         given.num_bytes(tokens=1, slots=1),
         ours=lambda: torch_moe_ops.token_unpermute(*arguments),
         naive=lambda: naive.token_unpermute(*arguments),
+        peers=peers.megatron_unpermute(given),
     )
 
 
@@ -33,4 +35,5 @@ def _grad(shape: Routing, dtype: torch.dtype) -> Problem:
         given.num_bytes(tokens=1, slots=1, rows=1),
         ours=lambda: torch_moe_ops.token_unpermute_grad(*arguments),
         naive=lambda: naive.token_unpermute_grad(*arguments),
+        peers=peers.megatron_unpermute_grad(given),
     )

@@ -1,6 +1,7 @@
 """Facts about machine and software that a stored measurement needs to be understood later."""
 
 import importlib
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +12,8 @@ import torch
 
 import allocator
 import torch_moe_ops
+
+PEERS = ("transformers", "torchtitan", "megatron-core")
 
 # By name, as the compiled module has no types.
 _C = importlib.import_module("torch_moe_ops._C")
@@ -28,11 +31,19 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_moe_ops": torch_moe_ops.__version__,
         "compiler": _C.compiler,
+        "peers": {name: _version(name) for name in PEERS},
         "python": platform.python_version(),
         "allocator": allocator.describe(),
         "transparent_huge_pages": _huge_pages(),
         "git": _git_commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str:

@@ -1,28 +1,31 @@
 """Measures an operator against other ways to compute the same, and against the machine's limit.
 
 All contenders of a case take turns in one process, in an order drawn anew for every round, so that
-noise and a changing clock meet them alike. Before anything is timed, their results must agree.
+noise and a changing clock meet them alike. Before anything is timed, their results must agree: a
+naive form that differs from ours stops the run. Peers are other people's packages: one that is
+missing, fails, or computes something else is left out, and the record says why.
 """
 
-import ctypes
 import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Call = Callable[[], Any]
+from limits import Call as Call  # for those that make Problems
+from limits import copies, matmul
+
 Record = dict[str, Any]
 
 OURS = "ours"
 NAIVE = "naive"
+COMPILED = "compile"
 
 # Largest accepted difference between contenders, as a share of the largest value. The naive forms
 # round products and sums of 16-bit numbers in between; a row in the wrong place differs by about 1.
@@ -39,12 +42,18 @@ class Problem:
         limits: Calls that do as much work as the machine can. The fastest of them counts.
         work: Bytes moved or floating-point operations, if the work is one of these.
         unit: "GB/s" or "GFLOP/s".
+        peers: Builders of further contenders, of packages that need not be there. Their calls
+            return the first outputs of ours, at least one.
+        compilable: Whether ``torch.compile`` of the naive form makes sense: not where its control
+            flow depends on values.
     """
 
     contenders: Mapping[str, Call]
     limits: Mapping[str, Call]
     work: int | None = None
     unit: str | None = None
+    peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
+    compilable: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,27 +77,48 @@ class Budget:
         rounds: Samples of each contender at most.
         seconds: Time after which a contender gets no more samples. It gets ``MIN_SAMPLES`` anyway.
         sample_ms: Short calls are repeated until one sample takes about this long.
+        compiled: Dtypes in which the naive form takes part compiled as well: compiling takes 10
+            seconds and more for each shape.
     """
 
     rounds: int
     seconds: float
     sample_ms: float
+    compiled: Sequence[torch.dtype] = ()
 
 
 MIN_SAMPLES = 3
 
 
-def moving(num_bytes: int, *, ours: Call, naive: Call) -> Problem:
+def moving(
+    num_bytes: int,
+    *,
+    ours: Call,
+    naive: Call,
+    peers: Mapping[str, Callable[[], Call]] | None = None,
+    compilable: bool = True,
+) -> Problem:
     """A problem whose limit is to copy: ``num_bytes`` counts what is read and what is written."""
-    return Problem({OURS: ours, NAIVE: naive}, _copies(num_bytes), num_bytes, "GB/s")
+    contenders = {OURS: ours, NAIVE: naive}
+    return Problem(contenders, copies(num_bytes), num_bytes, "GB/s", peers or {}, compilable)
 
 
-def multiplying(m: int, k: int, n: int, dtype: torch.dtype, *, ours: Call, naive: Call) -> Problem:
+def multiplying(
+    m: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    *,
+    ours: Call,
+    naive: Call,
+    peers: Mapping[str, Callable[[], Call]] | None = None,
+) -> Problem:
     """A problem whose limit is one matrix product of the same size."""
     # torch multiplies float16 slower than float32 on many processors: there float32 is the limit.
     dtypes = {dtype, torch.float32} if dtype == torch.float16 else {dtype}
-    limits = {f"mm {dtype_label(dtype)}": _matmul(m, k, n, dtype) for dtype in dtypes}
-    return Problem({OURS: ours, NAIVE: naive}, limits, 2 * m * k * n, "GFLOP/s")
+    limits = {f"mm {dtype_label(dtype)}": matmul(m, k, n, dtype) for dtype in dtypes}
+    contenders = {OURS: ours, NAIVE: naive}
+    return Problem(contenders, limits, 2 * m * k * n, "GFLOP/s", peers or {})
 
 
 def measure(case: Case, budget: Budget) -> Record:
@@ -102,33 +132,88 @@ def measure(case: Case, budget: Budget) -> Record:
     """
     torch.manual_seed(0)
     problem = case.prepare()
-    check_values(str(case), problem.contenders, TOLERANCE[case.dtype])
-    times = _take_turns({**problem.contenders, **problem.limits}, budget)
+    tolerance = TOLERANCE[case.dtype]
+    ours = _as_tuple(problem.contenders[OURS]())
+    check_values(str(case), problem.contenders, ours, tolerance)
+    peers, skipped = _usable_peers(_all_peers(problem, case, budget), ours, tolerance)
+    del ours
+    contenders = {**problem.contenders, **peers}
+    times = _take_turns({**contenders, **problem.limits}, budget)
     return {
         "op": case.op,
         "shape": dict(case.shape),
         "dtype": dtype_label(case.dtype),
         "work": problem.work,
         "unit": problem.unit,
-        "times": {name: times[name] for name in problem.contenders},
+        "times": {name: times[name] for name in contenders},
         "limits": {name: times[name] for name in problem.limits},
+        "skipped": skipped,
     }
 
 
-def check_values(label: str, contenders: Mapping[str, Call], tolerance: float) -> None:
+def check_values(
+    label: str, contenders: Mapping[str, Call], ours: tuple[Tensor, ...], tolerance: float
+) -> None:
     """Raises ValueError unless every contender returns what ours does."""
-    ours = _as_tuple(contenders[OURS]())
     for name in contenders.keys() - {OURS}:
         theirs = _as_tuple(contenders[name]())
         if len(theirs) != len(ours):
             raise ValueError(f"{label}: {name} has {len(theirs)} outputs, ours has {len(ours)}")
-        for position, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
-            error = _difference(actual, expected)
-            if not error <= tolerance:  # also where it is NaN
-                raise ValueError(
-                    f"{label}: output {position} of ours differs from {name} by {error:.3g} of the "
-                    f"largest value, accepted is {tolerance:.3g}"
-                )
+        if fault := _disagreement(ours, theirs, tolerance):
+            raise ValueError(f"{label}: {name}: {fault}")
+
+
+def _all_peers(problem: Problem, case: Case, budget: Budget) -> dict[str, Callable[[], Call]]:
+    peers = dict(problem.peers)
+    if problem.compilable and case.dtype in budget.compiled:
+        peers[COMPILED] = lambda: _compile(problem.contenders[NAIVE])
+    return peers
+
+
+def _compile(call: Call) -> Call:
+    # Forgetting what came before makes every case the first one, with its sizes as constants.
+    torch.compiler.reset()
+    return torch.compile(call, dynamic=False)
+
+
+def _usable_peers(
+    builders: Mapping[str, Callable[[], Call]], ours: tuple[Tensor, ...], tolerance: float
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """The peers that compute the same as ours, and for each other one the reason."""
+    usable: dict[str, Call] = {}
+    skipped: dict[str, str] = {}
+    for name, build in builders.items():
+        try:
+            call = build()
+            fault = _disagreement(ours, _as_tuple(call()), tolerance)
+        except Exception as error:  # whatever goes wrong in other people's code
+            fault = _in_one_line(error)
+        if fault:
+            skipped[name] = fault
+        else:
+            usable[name] = call
+    return usable, skipped
+
+
+def _in_one_line(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def _disagreement(
+    ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], tolerance: float
+) -> str | None:
+    """What is wrong about the outputs of a contender, of which there may be fewer than of ours."""
+    if not theirs:
+        return "it has no outputs"
+    for position, (actual, expected) in enumerate(zip(ours, theirs, strict=False)):
+        error = _difference(actual, expected)
+        if not error <= tolerance:  # also where it is NaN
+            return (
+                f"output {position} differs from ours by {error:.3g} of the largest value, "
+                f"accepted is {tolerance:.3g}"
+            )
+    return None
 
 
 def dtype_label(dtype: torch.dtype) -> str:
@@ -197,30 +282,3 @@ def _summary(samples: list[float], repeats: int) -> Record:
         "samples": len(samples),
         "calls_per_sample": repeats,
     }
-
-
-def _copies(num_bytes: int) -> dict[str, Call]:
-    """Ways to copy half as many bytes, which read and write ``num_bytes`` in all."""
-    source = torch.ones(max(num_bytes // 2, 1), dtype=torch.uint8)
-    target = torch.empty_like(source)
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads)
-    part = -(-source.numel() // threads)
-    parts = list(zip(target.split(part), source.split(part), strict=True))
-
-    def copy_part(pair: tuple[Tensor, Tensor]) -> None:
-        to, origin = pair
-        ctypes.memmove(to.data_ptr(), origin.data_ptr(), to.numel())
-
-    # The C library writes large blocks past the caches, torch does not.
-    return {
-        "copy_": lambda: target.copy_(source),
-        "memmove": lambda: list(pool.map(copy_part, parts)),
-    }
-
-
-def _matmul(m: int, k: int, n: int, dtype: torch.dtype) -> Call:
-    # The right factor is stored transposed: the layout in which no dtype is slow.
-    left, right = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).t()
-    out = torch.empty(m, n, dtype=dtype)
-    return lambda: torch.mm(left, right, out=out)

@@ -43,7 +43,7 @@ ROUTING_SHAPES: dict[Size, list[Routing]] = {
         Routing(8192, 4096, 2, 8),
         Routing(2048, 7168, 8, 256),
     ],
-    "quick": [Routing(2048, 1024, 4, 16)],
+    "quick": [Routing(4096, 2048, 4, 16)],  # past the caches
     "tiny": [Routing(6, 8, 2, 4)],
 }
 GROUPS_SHAPES: dict[Size, list[Groups]] = {

@@ -1,75 +1,138 @@
-"""The Markdown table of a stored measurement: `python benchmarks/table.py RESULTS.json`."""
+"""The Markdown tables of a stored measurement: `python benchmarks/table.py RESULTS.json`.
+
+One section for each run, in it one table for each bench; a last section for memory. A number in
+bold misses its target (targets.py). `--targets` prints only what is met and what is missed.
+"""
 
 import argparse
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import NAIVE, OURS, shape_label
+import results
+import targets
+from harness import COMPILED, NAIVE, OURS, shape_label
+from targets import BEST, SHARE
+
+EXPLANATION = (
+    "Times are medians in milliseconds ± half the interquartile range. The last columns say how "
+    "many times faster ours is than the naive form and than the best of naive form and peers, how "
+    "much it moves or computes in a second, how long the machine's limits take, and the time of "
+    "the best of them as a share of ours. "
+    "**Bold**: misses its target."
+)
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Environment and table.
+def markdown(stored: results.Results) -> str:
+    """All tables.
 
     Args:
-        results: What run.py stores.
+        stored: What run.py stores.
     """
-    return f"{_environment(results['environment'])}\n\n{_table(results['rows'])}"
+    sections = [EXPLANATION, *(_section(run) for run in stored["runs"])]
+    if "memory" in stored:
+        sections.append(_memory(stored["memory"]))
+    return "\n\n".join(sections)
 
 
-def slower_than_naive(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """The rows in which our operator takes longer than the naive form, one line each."""
-    return [
-        f"{row['op']} {shape_label(row['shape'])} {row['dtype']}: {_gain(row):.2f}x"
-        for row in rows
-        if _gain(row) < 1
+def _section(run: Mapping[str, Any]) -> str:
+    rows = run["rows"]
+    benches = dict.fromkeys(row["bench"] for row in rows)
+    tables = [
+        f"### {bench}, {results.setting(run)}\n\n"
+        + _table([row for row in rows if row["bench"] == bench], run)
+        for bench in benches
     ]
+    parts = [f"## {_capitalized(results.setting(run))}", _environment(run["environment"])]
+    return "\n\n".join([*parts, *tables, *_left_out(rows)])
 
 
-def _environment(facts: dict[str, Any]) -> str:
+def _environment(facts: Mapping[str, Any]) -> str:
     git = f" ({facts['git']})" if facts["git"] else ""
+    peers = ", ".join(f"{name} {version}" for name, version in facts["peers"].items() if version)
     return (
-        f"{facts['cpu']} ({facts['capability']}), {facts['threads']} threads on {facts['cores']} "
-        f"cores; torch {facts['torch']}, torch_moe_ops {facts['torch_moe_ops']}{git}; "
-        f"allocator: {facts['allocator']}; load average before: {facts['load_average']}.\n"
-        "Times are medians in milliseconds ± half the interquartile range; the last column is the "
-        "time of the machine's limit as a share of ours."
+        f"{facts['cpu']} ({facts['capability']}), {facts['cores']} cores; torch {facts['torch']}, "
+        f"torch_moe_ops {facts['torch_moe_ops']}{git}; peers: {peers or 'none'}; allocator: "
+        f"{facts['allocator']}; load average before: {facts['load_average']}."
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _left_out(rows: list[results.Row]) -> list[str]:
+    reasons = dict.fromkeys(
+        f"* {name}: {reason}" for row in rows for name, reason in row["skipped"].items()
+    )
+    return ["Left out:\n\n" + "\n".join(reasons)] if reasons else []
+
+
+def _table(rows: list[results.Row], run: Mapping[str, Any]) -> str:
     # Whoever was measured in any row has a column.
-    names = list(dict.fromkeys(name for row in rows for name in row["times"]))
+    found = dict.fromkeys(name for row in rows for name in row["times"])
+    names = sorted(found, key=lambda name: name == COMPILED)
     head = ["op", "shape", "dtype", *(f"{name} ms" for name in names)]
-    head += ["times faster than naive", "rate", "share of limit"]
-    lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3)]
-    lines += [_cells(row, names) for row in rows]
+    head += ["over naive", "over best", "rate", "limits ms", "share of limit"]
+    return _as_markdown(head, [_cells(row, names, run) for row in rows])
+
+
+def _as_markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cells(row: dict[str, Any], names: list[str]) -> list[str]:
-    times = [_time(row["times"].get(name)) for name in names]
-    start = [row["op"], shape_label(row["shape"]), row["dtype"]]
-    return [*start, *times, f"{_gain(row):.2f}", *_rates(row)]
+def _cells(row: results.Row, names: list[str], run: Mapping[str, Any]) -> list[str]:
+    missed = {verdict.measure for verdict in targets.judge(row, run) if not verdict.met}
+
+    def mark(measure: str, text: str) -> str:
+        return f"**{text}**" if measure in missed else text
+
+    best, over_best = results.best_rival(row)
+    limit, share = results.share_of_limit(row)
+    return [
+        *(row["op"], shape_label(row["shape"]), row["dtype"]),
+        *(_time(row["times"].get(name)) for name in names),
+        mark(targets.NAIVE, f"{results.gain(row):.2f}"),
+        mark(BEST, f"{over_best:.2f} ({best})"),
+        _rate(row),
+        ", ".join(f"{name} {_digits(row['limits'][name]['median'], 3)}" for name in row["limits"]),
+        mark(SHARE, f"{share:.0%} of {limit}"),
+    ]
 
 
-def _rates(row: dict[str, Any]) -> tuple[str, str]:
-    ours = row["times"][OURS]["median"]
-    limit = min(row["limits"], key=lambda name: row["limits"][name]["median"])
-    share = row["limits"][limit]["median"] / ours
+def _rate(row: results.Row) -> str:
+    if row["unit"] is None:
+        return "-"
     # Bytes per millisecond are millionths of GB/s, and so for operations.
-    rate = f"{_digits(row['work'] / ours / 1e6, 3)} {row['unit']}" if row["unit"] else "-"
-    return rate, f"{share:.0%} of {limit}"
+    return f"{_digits(row['work'] / results.ours(row) / 1e6, 3)} {row['unit']}"
 
 
-def _gain(row: dict[str, Any]) -> float:
-    times = row["times"]
-    return times[NAIVE]["median"] / times[OURS]["median"]
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Peaks beyond inputs and outputs."""
+    head = ["op", "shape", "dtype", "outputs", "ours, extra", "naive, extra", "promised"]
+    body = [
+        [
+            *(row["op"], shape_label(row["shape"]), row["dtype"]),
+            _mebibytes(row["outputs"]),
+            _mebibytes(row["extra"][OURS], bold=not results.keeps_promise(row)),
+            _mebibytes(row["extra"][NAIVE]),
+            _mebibytes(row["promised"]),
+        ]
+        for row in memory["rows"]
+    ]
+    return f"## Peak memory, MiB\n\n{_as_markdown(head, body)}"
 
 
-def _time(summary: dict[str, Any] | None) -> str:
+def _mebibytes(size: int | None, bold: bool = False) -> str:
+    if size is None:
+        return "-"
+    text = f"{size / 2**20:.1f}"
+    return f"**{text}**" if bold else text
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _time(summary: Mapping[str, Any] | None) -> str:
     if summary is None:
         return "-"
     spread = (summary["upper_quartile"] - summary["lower_quartile"]) / 2
@@ -84,10 +147,12 @@ def _digits(value: float, digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Markdown tables of a stored measurement.")
     parser.add_argument("results", type=Path, help="JSON file written by run.py")
+    parser.add_argument("--targets", action="store_true", help="only what is met and missed")
     arguments = parser.parse_args()
-    print(markdown(json.loads(arguments.results.read_text())))
+    stored = results.load(arguments.results)
+    print(targets.summary(stored) if arguments.targets else markdown(stored))
 
 
 if __name__ == "__main__":
