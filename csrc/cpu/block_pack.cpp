@@ -23,7 +23,7 @@ void convert(const T* from, C* to, int64_t count) {
   if constexpr (std::is_same_v<T, C>) {
     std::memcpy(to, from, count * sizeof(T));
   } else {
-    row_ops<T, C>().set(to, from, count);
+    row_ops<T, C>().convert(to, from, count);
   }
 }
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 #include "../common/parallel.h"
 #include "dispatch.h"
@@ -13,9 +15,8 @@
 namespace moe::cpu {
 namespace {
 
-// Sums of a stretch of a row stay in the first-level cache while the K rows stream past.
+// What is streamed is put together in the first-level cache, a stretch of a row at a time.
 constexpr int64_t kStretch = 1024;
-constexpr int64_t kLine = 64; // bytes of a cache line
 
 int64_t elements_per_row(const Tensor& rows) {
   int64_t elements = 1;
@@ -47,6 +48,21 @@ void copy_row(void* to, const void* from, int64_t bytes, bool streamed) {
   }
 }
 
+// Calls body(place, stretch) for the parts of a row at `out`; what body writes at `place` ends up in the row.
+template <typename T, typename Body>
+void write_row(T* out, int64_t row_size, bool streamed, const Body& body) {
+  if (!streamed) {
+    body(out, Stretch{0, row_size, row_size});
+    return;
+  }
+  alignas(kStreamAlignment) T buffer[kStretch];
+  for (int64_t begin = 0; begin < row_size; begin += kStretch) {
+    const int64_t end = std::min(row_size, begin + kStretch);
+    body(buffer, Stretch{begin, end, row_size});
+    stream_copy(out + begin, buffer, (end - begin) * sizeof(T));
+  }
+}
+
 template <typename T, typename A>
 class Combiner {
  public:
@@ -60,80 +76,59 @@ class Combiner {
         bias_(data_or_null<T>(args.bias)),
         expert_idx_(data_or_null<int32_t>(args.expert_idx)),
         skip_zero_weights_(args.skip_zero_weights),
+        num_tokens_(num_tokens),
         top_k_(args.top_k),
         token_stride_(args.k_major ? 1 : args.top_k),
         choice_stride_(args.k_major ? num_tokens : 1),
         row_size_(row_size),
         streamed_(streamed) {}
 
-  void token(int64_t t, T* out) const {
-    A sum[kStretch];
-    for (int64_t begin = 0; begin < row_size_; begin += kStretch) {
-      const int64_t n = std::min(kStretch, row_size_ - begin);
-      start(t, begin, sum, n);
-      for (int64_t k = 0; k < top_k_; ++k) {
-        prefetch_choice(t, k + 1, begin, n);
-        add_choice(t, k, begin, sum, n);
-      }
-      if (streamed_) {
-        alignas(kStreamAlignment) T rounded[kStretch];
-        ops_.round(rounded, sum, n);
-        stream_copy(out + begin, rounded, n * sizeof(T));
-      } else {
-        ops_.round(out + begin, sum, n);
+  using Terms = std::vector<Term<T, A>>;
+
+  // `terms` is memory to work in.
+  void token(int64_t t, T* out, Terms& terms) const {
+    terms.clear();
+    for (const T* skip : {x1_, x2_}) {
+      if (skip != nullptr) {
+        terms.push_back(plain(skip + t * row_size_));
       }
     }
+    for (int64_t k = 0; k < top_k_; ++k) {
+      append_choice(t, k, terms);
+    }
+    write_row(out, row_size_, streamed_, [&](T* place, Stretch stretch) {
+      ops_.combine(place, terms.data(), static_cast<int64_t>(terms.size()), stretch);
+    });
   }
 
  private:
-  // Rows lie anywhere, which no hardware foresees.
-  void prefetch_choice(int64_t t, int64_t k, int64_t begin, int64_t n) const {
-    if (k == top_k_) {
-      return;
-    }
-    const int64_t row = row_of_slot_[t * token_stride_ + k * choice_stride_];
-    if (row < 0 || row >= num_rows_) {
-      return;
-    }
-    const T* values = rows_ + row * row_size_ + begin;
-    for (int64_t i = 0; i < n; i += kLine / static_cast<int64_t>(sizeof(T))) {
-      __builtin_prefetch(values + i);
-    }
+  static Term<T, A> plain(const T* row) {
+    return {row, nullptr, A(1), false, nullptr};
   }
 
-  void start(int64_t t, int64_t begin, A* sum, int64_t n) const {
-    if (x1_ == nullptr) {
-      std::fill(sum, sum + n, A(0));
-      return;
-    }
-    ops_.set(sum, x1_ + t * row_size_ + begin, n);
-    if (x2_ != nullptr) {
-      ops_.add(sum, x2_ + t * row_size_ + begin, n);
-    }
+  // Null where the slot has no row.
+  const T* row_of(int64_t t, int64_t k) const {
+    const int64_t row = t < num_tokens_ ? row_of_slot_[t * token_stride_ + k * choice_stride_] : kNoRow;
+    return row < 0 || row >= num_rows_ ? nullptr : rows_ + row * row_size_;
   }
 
-  void add_choice(int64_t t, int64_t k, int64_t begin, A* sum, int64_t n) const {
-    const int64_t row = row_of_slot_[t * token_stride_ + k * choice_stride_];
-    if (row < 0 || row >= num_rows_) {
+  void append_choice(int64_t t, int64_t k, Terms& terms) const {
+    const T* row = row_of(t, k);
+    if (row == nullptr) {
       return;
     }
-    const T* values = rows_ + row * row_size_ + begin;
-    const T* bias = bias_ == nullptr ? nullptr : bias_ + expert_idx_[t * top_k_ + k] * row_size_ + begin;
+    const T* bias = bias_ == nullptr ? nullptr : bias_ + expert_idx_[t * top_k_ + k] * row_size_;
     if (weights_ == nullptr) {
-      ops_.add(sum, values, n);
+      terms.push_back(plain(row));
+      terms.back().next = row_of(t + 1, k);
       if (bias != nullptr) {
-        ops_.add(sum, bias, n);
+        terms.push_back(plain(bias));
       }
       return;
     }
     const A weight = weights_[t * top_k_ + k];
-    if (skip_zero_weights_ && weight == A(0)) {
-      return;
-    }
-    if (bias != nullptr) {
-      ops_.add_scaled_pair(sum, values, bias, weight, n);
-    } else {
-      ops_.add_scaled(sum, values, weight, n);
+    if (!skip_zero_weights_ || weight != A(0)) {
+      terms.push_back({row, bias, weight, true, row_of(t + 1, k)});
     }
   }
 
@@ -147,6 +142,7 @@ class Combiner {
   const T* bias_;
   const int32_t* expert_idx_;
   bool skip_zero_weights_;
+  int64_t num_tokens_;
   int64_t top_k_;
   int64_t token_stride_;
   int64_t choice_stride_;
@@ -160,6 +156,7 @@ class Scatterer {
   Scatterer(const ScatterArgs& args, int64_t num_rows, int64_t row_size, T* rows_grad, bool streamed)
       : grad_(args.grad.const_data_ptr<T>()),
         row_of_slot_(args.row_of_slot.const_data_ptr<int32_t>()),
+        num_slots_(args.row_of_slot.numel()),
         weights_(data_or_null<A>(args.weights)),
         rows_(data_or_null<T>(args.rows)),
         bias_(data_or_null<T>(args.bias)),
@@ -173,8 +170,8 @@ class Scatterer {
   // Returns the gradient of the slot's weight (0 for a slot without a row).
   A slot(int64_t t, int64_t k) const {
     const int64_t i = t * top_k_ + k;
-    const int64_t row = row_of_slot_[i];
-    if (row < 0 || row >= num_rows_) {
+    const int64_t row = row_of(i);
+    if (row == kNoRow) {
       return A(0);
     }
     const T* grad = grad_ + t * row_size_;
@@ -183,31 +180,27 @@ class Scatterer {
       copy_row(target, grad, row_size_ * sizeof(T), streamed_);
       return A(0);
     }
-    scale_row(target, grad, weights_[i]);
-    const T* values = rows_ + row * row_size_;
-    if (bias_ == nullptr) {
-      return ops_.dot(values, grad, row_size_);
-    }
-    return ops_.dot_pair(values, bias_ + expert_idx_[i] * row_size_, grad, row_size_);
+    const int64_t next = row_of(i + 1);
+    const Term<T, A> term{
+        rows_ + row * row_size_, bias_ == nullptr ? nullptr : bias_ + expert_idx_[i] * row_size_, weights_[i], true,
+        next == kNoRow ? nullptr : rows_ + next * row_size_};
+    A lanes[kLanes] = {};
+    write_row(target, row_size_, streamed_, [&](T* place, Stretch stretch) {
+      ops_.scatter(place, lanes, term, grad, stretch);
+    });
+    return std::accumulate(lanes, lanes + kLanes, A(0));
   }
 
  private:
-  void scale_row(T* target, const T* grad, A weight) const {
-    if (!streamed_) {
-      ops_.scale(target, grad, weight, row_size_);
-      return;
-    }
-    alignas(kStreamAlignment) T scaled[kStretch];
-    for (int64_t begin = 0; begin < row_size_; begin += kStretch) {
-      const int64_t n = std::min(kStretch, row_size_ - begin);
-      ops_.scale(scaled, grad + begin, weight, n);
-      stream_copy(target + begin, scaled, n * sizeof(T));
-    }
+  int64_t row_of(int64_t slot) const {
+    const int64_t row = slot < num_slots_ ? row_of_slot_[slot] : kNoRow;
+    return row < 0 || row >= num_rows_ ? kNoRow : row;
   }
 
   const RowOps<T, A>& ops_ = row_ops<T, A>();
   const T* grad_;
   const int32_t* row_of_slot_;
+  int64_t num_slots_;
   const A* weights_;
   const T* rows_;
   const T* bias_;
@@ -278,8 +271,9 @@ void combine_rows(const CombineArgs& args, Tensor& output) {
     const Combiner<T, typename decltype(sum_tag)::type> combiner(ready, num_tokens, row_size, streamed);
     T* out = output.mutable_data_ptr<T>();
     parallel_rows(num_tokens, row_size * (args.top_k + 1), [&](int64_t begin, int64_t end) {
+      typename decltype(combiner)::Terms terms;
       for (int64_t t = begin; t < end; ++t) {
-        combiner.token(t, out + t * row_size);
+        combiner.token(t, out + t * row_size, terms);
       }
       stream_end();
     });

@@ -3,23 +3,42 @@
 //
 // The functions exist once for each instruction set and are chosen at run time (row_ops.cpp). All of them do the same
 // operations in the same order, without fused multiply-add, so that results are the same bits on every machine:
-// dot() sums 32 interleaved partial sums, then the partial sums in order.
+// a scalar product is 32 interleaved partial sums (lanes), added up in order.
 #pragma once
 
 #include <cstdint>
 
 namespace moe::cpu {
 
+// The part [begin, end) of rows of `size` elements.
+struct Stretch {
+  int64_t begin;
+  int64_t end;
+  int64_t size;
+};
+
+// What one row adds to a sum: the row, weight * row, or weight * (row + bias) where there is a bias.
+template <typename T, typename A>
+struct Term {
+  const T* row;
+  const T* bias;
+  A weight;
+  bool weighted;
+  // The row that is read after this one, or null. Rows lie anywhere, which no processor foresees: the end of one row is
+  // the time to ask for the beginning of the next.
+  const T* next;
+};
+
+constexpr int64_t kLanes = 32;
+
 template <typename T, typename A>
 struct RowOps {
-  void (*set)(A* sum, const T* row, int64_t n);                                      // sum = row
-  void (*add)(A* sum, const T* row, int64_t n);                                      // sum += row
-  void (*add_scaled)(A* sum, const T* row, A weight, int64_t n);                     // sum += weight * row
-  void (*add_scaled_pair)(A* sum, const T* row, const T* bias, A weight, int64_t n); // sum += weight * (row + bias)
-  void (*round)(T* out, const A* sum, int64_t n);                                    // out = sum
-  void (*scale)(T* out, const T* row, A weight, int64_t n);                          // out = weight * row
-  A (*dot)(const T* left, const T* right, int64_t n);
-  A (*dot_pair)(const T* left, const T* bias, const T* right, int64_t n); // <left + bias, right>
+  void (*convert)(A* out, const T* row, int64_t n); // out = row
+  void (*round)(T* out, const A* row, int64_t n);   // out = row
+  // out = the sum of `count` terms, in their order; out is the place of the stretch.
+  void (*combine)(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch);
+  // out = weight * grad, and lanes[i % kLanes] += (row + bias) * grad, for the gradient of the weight.
+  void (*scatter)(T* out, A* lanes, const Term<T, A>& term, const T* grad, Stretch stretch);
 };
 
 // out[i] = first[i] below second[i]: two rows of 16-bit elements, element by element.

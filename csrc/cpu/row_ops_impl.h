@@ -4,7 +4,7 @@
 
 namespace moe::cpu::MOE_ROW_OPS_NAMESPACE {
 
-constexpr int64_t kBlock = 32;
+constexpr int64_t kBlock = kLanes;
 
 // kBlock elements of a row in the dtype of the sums: the row itself, or converted into `buffer`.
 template <typename A, typename T>
@@ -69,142 +69,139 @@ inline void store_block(c10::Half* row, const float* block) {
 #endif
 
 template <typename T, typename A>
-void set(A* sum, const T* row, int64_t n) {
+void convert(A* out, const T* row, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
     A buffer[kBlock];
     const A* block = load_block(buffer, row + i);
     for (int64_t j = 0; j < kBlock; ++j) {
-      sum[i + j] = block[j];
+      out[i + j] = block[j];
     }
   }
   for (; i < n; ++i) {
-    sum[i] = static_cast<A>(row[i]);
+    out[i] = static_cast<A>(row[i]);
   }
 }
 
 template <typename T, typename A>
-void add(A* sum, const T* row, int64_t n) {
+void round(T* out, const A* row, int64_t n) {
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    A buffer[kBlock];
-    const A* block = load_block(buffer, row + i);
+    store_block(out + i, row + i);
+  }
+  for (; i < n; ++i) {
+    out[i] = static_cast<T>(row[i]);
+  }
+}
+
+// Asks for the block that is read some 1 KiB after the one at i.
+template <typename T, typename A>
+inline void prefetch_later(const Term<T, A>& term, int64_t i, int64_t row_size) {
+  constexpr int64_t kAhead = 1024 / sizeof(T);
+  constexpr int64_t kLine = 64 / sizeof(T);
+  const int64_t later = i + kAhead;
+  const T* block = later < row_size ? term.row + later : term.next == nullptr ? nullptr : term.next + later - row_size;
+  if (block != nullptr) {
+    for (int64_t j = 0; j < kBlock; j += kLine) {
+      __builtin_prefetch(block + j);
+    }
+  }
+}
+
+template <typename T, typename A>
+inline void add_block(A* sums, const Term<T, A>& term, int64_t i) {
+  A row_buffer[kBlock];
+  const A* row = load_block(row_buffer, term.row + i);
+  if (!term.weighted) {
     for (int64_t j = 0; j < kBlock; ++j) {
-      sum[i + j] += block[j];
+      sums[j] += row[j];
     }
-  }
-  for (; i < n; ++i) {
-    sum[i] += static_cast<A>(row[i]);
-  }
-}
-
-template <typename T, typename A>
-void add_scaled(A* sum, const T* row, A weight, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    A buffer[kBlock];
-    const A* block = load_block(buffer, row + i);
+  } else if (term.bias == nullptr) {
     for (int64_t j = 0; j < kBlock; ++j) {
-      sum[i + j] += weight * block[j];
+      sums[j] += term.weight * row[j];
     }
-  }
-  for (; i < n; ++i) {
-    sum[i] += weight * static_cast<A>(row[i]);
-  }
-}
-
-template <typename T, typename A>
-void add_scaled_pair(A* sum, const T* row, const T* bias, A weight, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    A row_buffer[kBlock];
+  } else {
     A bias_buffer[kBlock];
-    const A* row_block = load_block(row_buffer, row + i);
-    const A* bias_block = load_block(bias_buffer, bias + i);
+    const A* bias = load_block(bias_buffer, term.bias + i);
     for (int64_t j = 0; j < kBlock; ++j) {
-      sum[i + j] += weight * (row_block[j] + bias_block[j]);
+      sums[j] += term.weight * (row[j] + bias[j]);
     }
   }
-  for (; i < n; ++i) {
-    sum[i] += weight * (static_cast<A>(row[i]) + static_cast<A>(bias[i]));
-  }
 }
 
 template <typename T, typename A>
-void round(T* out, const A* sum, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    store_block(out + i, sum + i);
-  }
-  for (; i < n; ++i) {
-    out[i] = static_cast<T>(sum[i]);
-  }
+inline A term_at(const Term<T, A>& term, int64_t i) {
+  const A row = static_cast<A>(term.row[i]);
+  const A value = term.bias == nullptr ? row : row + static_cast<A>(term.bias[i]);
+  return term.weighted ? term.weight * value : value;
 }
 
 template <typename T, typename A>
-void scale(T* out, const T* row, A weight, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    A buffer[kBlock];
-    const A* block = load_block(buffer, row + i);
+void combine(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch) {
+  int64_t i = stretch.begin;
+  for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
+    A sums[kBlock] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      prefetch_later(terms[k], i, stretch.size);
+      add_block(sums, terms[k], i);
+    }
+    store_block(out, sums);
+  }
+  for (; i < stretch.end; ++i, ++out) {
+    A sum = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      sum += term_at(terms[k], i);
+    }
+    *out = static_cast<T>(sum);
+  }
+}
+
+// row + bias of a term where it has one.
+template <typename T, typename A>
+inline const A* load_biased(A* buffer, const Term<T, A>& term, int64_t i) {
+  const A* row = load_block(buffer, term.row + i);
+  if (term.bias == nullptr) {
+    return row;
+  }
+  A bias_buffer[kBlock];
+  const A* bias = load_block(bias_buffer, term.bias + i);
+  for (int64_t j = 0; j < kBlock; ++j) {
+    buffer[j] = row[j] + bias[j];
+  }
+  return buffer;
+}
+
+template <typename T, typename A>
+void scatter(T* out, A* lanes, const Term<T, A>& term, const T* grad, Stretch stretch) {
+  A sums[kBlock]; // of its own: nothing else that is written can be the same memory
+  for (int64_t j = 0; j < kBlock; ++j) {
+    sums[j] = lanes[j];
+  }
+  int64_t i = stretch.begin;
+  for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
+    prefetch_later(term, i, stretch.size);
+    A grad_buffer[kBlock];
+    A row_buffer[kBlock];
+    const A* grads = load_block(grad_buffer, grad + i);
+    const A* rows = load_biased(row_buffer, term, i);
     A scaled[kBlock];
     for (int64_t j = 0; j < kBlock; ++j) {
-      scaled[j] = weight * block[j];
+      scaled[j] = term.weight * grads[j];
     }
-    store_block(out + i, scaled);
-  }
-  for (; i < n; ++i) {
-    out[i] = static_cast<T>(weight * static_cast<A>(row[i]));
-  }
-}
-
-template <typename A>
-A sum_lanes(const A (&lanes)[kBlock]) {
-  A sum = 0;
-  for (const A lane : lanes) {
-    sum += lane;
-  }
-  return sum;
-}
-
-template <typename T, typename A>
-A dot(const T* left, const T* right, int64_t n) {
-  A lanes[kBlock] = {};
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    A left_buffer[kBlock];
-    A right_buffer[kBlock];
-    const A* left_block = load_block(left_buffer, left + i);
-    const A* right_block = load_block(right_buffer, right + i);
     for (int64_t j = 0; j < kBlock; ++j) {
-      lanes[j] += left_block[j] * right_block[j];
+      sums[j] += rows[j] * grads[j];
     }
+    store_block(out, scaled);
   }
-  for (int64_t j = 0; i < n; ++i, ++j) {
-    lanes[j] += static_cast<A>(left[i]) * static_cast<A>(right[i]);
+  for (int64_t j = 0; i < stretch.end; ++i, ++j, ++out) {
+    const A g = static_cast<A>(grad[i]);
+    const A row = static_cast<A>(term.row[i]);
+    *out = static_cast<T>(term.weight * g);
+    sums[j] += (term.bias == nullptr ? row : row + static_cast<A>(term.bias[i])) * g;
   }
-  return sum_lanes(lanes);
-}
-
-template <typename T, typename A>
-A dot_pair(const T* left, const T* bias, const T* right, int64_t n) {
-  A lanes[kBlock] = {};
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    A left_buffer[kBlock];
-    A bias_buffer[kBlock];
-    A right_buffer[kBlock];
-    const A* left_block = load_block(left_buffer, left + i);
-    const A* bias_block = load_block(bias_buffer, bias + i);
-    const A* right_block = load_block(right_buffer, right + i);
-    for (int64_t j = 0; j < kBlock; ++j) {
-      lanes[j] += (left_block[j] + bias_block[j]) * right_block[j];
-    }
+  for (int64_t j = 0; j < kBlock; ++j) {
+    lanes[j] = sums[j];
   }
-  for (int64_t j = 0; i < n; ++i, ++j) {
-    lanes[j] += (static_cast<A>(left[i]) + static_cast<A>(bias[i])) * static_cast<A>(right[i]);
-  }
-  return sum_lanes(lanes);
 }
 
 inline void pair_rows(uint32_t* out, const uint16_t* first, const uint16_t* second, int64_t n) {
@@ -215,8 +212,7 @@ inline void pair_rows(uint32_t* out, const uint16_t* first, const uint16_t* seco
 
 template <typename T, typename A>
 constexpr RowOps<T, A> table() {
-  return {set<T, A>,   add<T, A>,   add_scaled<T, A>, add_scaled_pair<T, A>,
-          round<T, A>, scale<T, A>, dot<T, A>,        dot_pair<T, A>};
+  return {convert<T, A>, round<T, A>, combine<T, A>, scatter<T, A>};
 }
 
 } // namespace moe::cpu::MOE_ROW_OPS_NAMESPACE
