@@ -7,6 +7,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #define MOE_ROW_OPS_F16_LANES 8
+#define MOE_ROW_OPS_VECTOR_BYTES 32
 #define MOE_ROW_OPS_NAMESPACE level_avx2
 #include "row_ops_impl.h"
 #pragma GCC pop_options

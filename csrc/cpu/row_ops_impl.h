@@ -6,6 +6,40 @@ namespace moe::cpu::MOE_ROW_OPS_NAMESPACE {
 
 constexpr int64_t kBlock = kLanes;
 
+// A vector register of this instruction set. Sums that are held in registers from block to block are written with it:
+// compilers keep an array in memory, and every addition would wait for the store before it.
+template <typename A>
+struct Register {
+  using type [[gnu::vector_size(MOE_ROW_OPS_VECTOR_BYTES)]] = A;
+};
+
+template <typename A>
+struct Sums {
+  using Vector = typename Register<A>::type;
+  static constexpr int64_t kWidth = MOE_ROW_OPS_VECTOR_BYTES / sizeof(A);
+  static constexpr int64_t kCount = kBlock / kWidth;
+  Vector vectors[kCount] = {};
+
+  static Vector load(const A* block, int64_t v) {
+    Vector vector;
+    __builtin_memcpy(&vector, block + v * kWidth, sizeof(vector));
+    return vector;
+  }
+
+  static void store(A* block, int64_t v, Vector vector) {
+    __builtin_memcpy(block + v * kWidth, &vector, sizeof(vector));
+  }
+
+  // Calls body(v) for each vector of a block.
+  template <typename Body>
+  static void each(const Body& body) {
+#pragma GCC unroll 16
+    for (int64_t v = 0; v < kCount; ++v) {
+      body(v);
+    }
+  }
+};
+
 // kBlock elements of a row in the dtype of the sums: the row itself, or converted into `buffer`.
 template <typename A, typename T>
 inline const A* load_block(A* buffer, const T* row) {
@@ -94,38 +128,40 @@ void round(T* out, const A* row, int64_t n) {
   }
 }
 
-// Asks for the block that is read some 1 KiB after the one at i.
+// How far ahead of what is read to ask for what comes: as far as the rows that are read together may lie in the
+// first-level cache, in bytes.
+constexpr int64_t bytes_ahead(int64_t num_rows) {
+  constexpr int64_t kFarthest = 4096;
+  constexpr int64_t kTogether = 16384;
+  return num_rows * kFarthest <= kTogether ? kFarthest : kTogether / num_rows;
+}
+
+// Asks for the block that is read that much after the one at i, here or in the next row. Without a next row it asks for
+// something all the same: compilers drop a request that depends on a condition.
 template <typename T, typename A>
-inline void prefetch_later(const Term<T, A>& term, int64_t i, int64_t row_size) {
-  constexpr int64_t kAhead = 1024 / sizeof(T);
+inline void prefetch_later(const Term<T, A>& term, int64_t i, int64_t row_size, int64_t bytes) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  const int64_t later = i + kAhead;
-  const T* block = later < row_size ? term.row + later : term.next == nullptr ? nullptr : term.next + later - row_size;
-  if (block != nullptr) {
-    for (int64_t j = 0; j < kBlock; j += kLine) {
-      __builtin_prefetch(block + j);
-    }
+  const int64_t later = i + bytes / static_cast<int64_t>(sizeof(T));
+  const T* next = term.next == nullptr ? term.row : term.next + (later - row_size);
+  const T* block = later < row_size ? term.row + later : next;
+  for (int64_t j = 0; j < kBlock; j += kLine) {
+    __builtin_prefetch(block + j);
   }
 }
 
 template <typename T, typename A>
-inline void add_block(A* sums, const Term<T, A>& term, int64_t i) {
+inline void add_block(Sums<A>& sums, const Term<T, A>& term, int64_t i) {
+  using S = Sums<A>;
   A row_buffer[kBlock];
   const A* row = load_block(row_buffer, term.row + i);
   if (!term.weighted) {
-    for (int64_t j = 0; j < kBlock; ++j) {
-      sums[j] += row[j];
-    }
+    S::each([&](int64_t v) { sums.vectors[v] += S::load(row, v); });
   } else if (term.bias == nullptr) {
-    for (int64_t j = 0; j < kBlock; ++j) {
-      sums[j] += term.weight * row[j];
-    }
+    S::each([&](int64_t v) { sums.vectors[v] += term.weight * S::load(row, v); });
   } else {
     A bias_buffer[kBlock];
     const A* bias = load_block(bias_buffer, term.bias + i);
-    for (int64_t j = 0; j < kBlock; ++j) {
-      sums[j] += term.weight * (row[j] + bias[j]);
-    }
+    S::each([&](int64_t v) { sums.vectors[v] += term.weight * (S::load(row, v) + S::load(bias, v)); });
   }
 }
 
@@ -138,14 +174,17 @@ inline A term_at(const Term<T, A>& term, int64_t i) {
 
 template <typename T, typename A>
 void combine(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch) {
+  const int64_t ahead = bytes_ahead(count);
   int64_t i = stretch.begin;
   for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
-    A sums[kBlock] = {};
+    Sums<A> sums;
     for (int64_t k = 0; k < count; ++k) {
-      prefetch_later(terms[k], i, stretch.size);
+      prefetch_later(terms[k], i, stretch.size, ahead);
       add_block(sums, terms[k], i);
     }
-    store_block(out, sums);
+    A block[kBlock];
+    Sums<A>::each([&](int64_t v) { Sums<A>::store(block, v, sums.vectors[v]); });
+    store_block(out, block);
   }
   for (; i < stretch.end; ++i, ++out) {
     A sum = 0;
@@ -173,34 +212,31 @@ inline const A* load_biased(A* buffer, const Term<T, A>& term, int64_t i) {
 
 template <typename T, typename A>
 void scatter(T* out, A* lanes, const Term<T, A>& term, const T* grad, Stretch stretch) {
-  A sums[kBlock]; // of its own: nothing else that is written can be the same memory
-  for (int64_t j = 0; j < kBlock; ++j) {
-    sums[j] = lanes[j];
-  }
+  using S = Sums<A>;
+  S sums;
+  S::each([&](int64_t v) { sums.vectors[v] = S::load(lanes, v); });
+  const A weight = term.weight;
   int64_t i = stretch.begin;
   for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
-    prefetch_later(term, i, stretch.size);
+    prefetch_later(term, i, stretch.size, bytes_ahead(1));
     A grad_buffer[kBlock];
     A row_buffer[kBlock];
+    A scaled[kBlock];
     const A* grads = load_block(grad_buffer, grad + i);
     const A* rows = load_biased(row_buffer, term, i);
-    A scaled[kBlock];
-    for (int64_t j = 0; j < kBlock; ++j) {
-      scaled[j] = term.weight * grads[j];
-    }
-    for (int64_t j = 0; j < kBlock; ++j) {
-      sums[j] += rows[j] * grads[j];
-    }
+    S::each([&](int64_t v) {
+      const auto g = S::load(grads, v);
+      sums.vectors[v] += S::load(rows, v) * g;
+      S::store(scaled, v, weight * g);
+    });
     store_block(out, scaled);
   }
+  S::each([&](int64_t v) { S::store(lanes, v, sums.vectors[v]); });
   for (int64_t j = 0; i < stretch.end; ++i, ++j, ++out) {
     const A g = static_cast<A>(grad[i]);
     const A row = static_cast<A>(term.row[i]);
-    *out = static_cast<T>(term.weight * g);
-    sums[j] += (term.bias == nullptr ? row : row + static_cast<A>(term.bias[i])) * g;
-  }
-  for (int64_t j = 0; j < kBlock; ++j) {
-    lanes[j] = sums[j];
+    *out = static_cast<T>(weight * g);
+    lanes[j] += (term.bias == nullptr ? row : row + static_cast<A>(term.bias[i])) * g;
   }
 }
 
