@@ -117,6 +117,18 @@ def grouped_matmul_weight_grad(x: Tensor, grad_y: Tensor, counts: Tensor) -> Ten
     return weight_grad
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_grad(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """What autograd runs for the form above, but for the copies of the halves into zeros."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat([gate_grad, grad * F.silu(gate)], dim=-1)
+
+
 def moe_layer(layer: MoE, x: Tensor) -> Tensor:
     """The dropless layer as a loop over experts, on the router and the weights of ``layer``."""
     routed = layer.router(x)
@@ -124,7 +136,7 @@ def moe_layer(layer: MoE, x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for expert in range(layer.num_experts):
         tokens, choices = torch.where(routed.expert_ids == expert)
-        gate, up = (x[tokens] @ layer.experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        rows = (F.silu(gate) * up) @ layer.experts.down_proj[expert]
+        gate_up = x[tokens] @ layer.experts.gate_up_proj[expert]
+        rows = swiglu(gate_up) @ layer.experts.down_proj[expert]
         y = y.index_add(0, tokens, rows * probs[tokens, choices].unsqueeze(-1))
     return y

@@ -25,6 +25,7 @@ import bench_init_routing_v2
 import bench_layer
 import bench_overhead
 import bench_scaling
+import bench_swiglu
 import bench_token_permute
 import bench_token_unpermute
 import environment
@@ -40,6 +41,7 @@ BENCHES: dict[str, ModuleType] = {
     "init_routing_v2": bench_init_routing_v2,
     "finalize_routing_v2": bench_finalize_routing_v2,
     "grouped_matmul": bench_grouped_matmul,
+    "swiglu": bench_swiglu,
     "alltoallv_grouped_matmul": bench_alltoallv_grouped_matmul,
     "overhead": bench_overhead,
     "layer": bench_layer,

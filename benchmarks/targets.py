@@ -23,6 +23,8 @@ TARGETS: dict[str, dict[str, float]] = {
     "init_routing_v2_grad": {SHARE: 0.85, BEST: 1.0},
     "finalize_routing_v2": {SHARE: 0.85, BEST: 1.0},
     "finalize_routing_v2_grad": {SHARE: 0.85, NAIVE: 7.0, BEST: 1.0},
+    "swiglu": {SHARE: 0.85, BEST: 1.0},
+    "swiglu_grad": {SHARE: 0.85, BEST: 1.0},
     "grouped_matmul": {BEST: 1.0},
     "grouped_matmul_weight_grad": {BEST: 1.0},
     "alltoallv_grouped_matmul": {BEST: 1.0},

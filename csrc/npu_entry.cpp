@@ -36,6 +36,11 @@ bool is_first_warning(const std::string& op) {
 
 void load_and_call_again(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const std::string& name = op.operator_name().name;
+  if (keys.highestPriorityTypeId() == c10::DispatchKey::Undefined) {
+    // None for every tensor: each kernel checks that, in the words of all other errors.
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    return;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       keys.has_backend(c10::BackendComponent::PrivateUse1Bit), name,
       ": the tensors must be on the CPU, an NPU or the meta device, got ", toString(keys.highestPriorityTypeId()));

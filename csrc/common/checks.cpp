@@ -103,6 +103,10 @@ void ArgChecks::multiple_of(
       divisor_arg, " (", divisor, "), got ", value);
 }
 
+void ArgChecks::even(const SymInt& value, const char* arg) const {
+  MOE_CHECK_WITH(TORCH_CHECK_VALUE, (value % 2).sym_eq(0).expect_true(__FILE__, __LINE__), arg, "be even, got ", value);
+}
+
 void ArgChecks::element_count(const Tensor& tensor, const char* arg, const SymInt& count, const char* other_arg) const {
   MOE_CHECK_WITH(
       TORCH_CHECK_VALUE, tensor.sym_numel().sym_eq(count).expect_true(__FILE__, __LINE__), arg,

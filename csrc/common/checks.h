@@ -42,6 +42,7 @@ class ArgChecks {
   void at_least(const SymInt& value, const char* arg, const SymInt& low) const;
   void at_most(const SymInt& value, const char* arg, const SymInt& high, const char* meaning) const;
   void multiple_of(const SymInt& value, const char* arg, const SymInt& divisor, const char* divisor_arg) const;
+  void even(const SymInt& value, const char* arg) const;
   // `tensor` has one element for each of the `count` elements of `other_arg`.
   void element_count(const Tensor& tensor, const char* arg, const SymInt& count, const char* other_arg) const;
   // `arg` is given whenever `because` is.

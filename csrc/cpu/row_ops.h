@@ -39,6 +39,10 @@ struct RowOps {
   void (*combine)(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch);
   // out = weight * grad, and lanes[i % kLanes] += (row + bias) * grad, for the gradient of the weight.
   void (*scatter)(T* out, A* lanes, const Term<T, A>& term, const T* grad, Stretch stretch);
+  // out = silu(gate) * up
+  void (*swiglu)(T* out, const T* gate, const T* up, int64_t n);
+  // gate_grad = grad * up * silu'(gate), up_grad = grad * silu(gate)
+  void (*swiglu_grad)(T* gate_grad, T* up_grad, const T* grad, const T* gate, const T* up, int64_t n);
 };
 
 // out[i] = first[i] below second[i]: two rows of 16-bit elements, element by element.

@@ -128,6 +128,14 @@ void round(T* out, const A* row, int64_t n) {
   }
 }
 
+template <typename T>
+inline void prefetch_block(const T* block) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = 0; j < kBlock; j += kLine) {
+    __builtin_prefetch(block + j);
+  }
+}
+
 // How far ahead of what is read to ask for what comes: as far as the rows that are read together may lie in the
 // first-level cache, in bytes.
 constexpr int64_t bytes_ahead(int64_t num_rows) {
@@ -140,13 +148,9 @@ constexpr int64_t bytes_ahead(int64_t num_rows) {
 // something all the same: compilers drop a request that depends on a condition.
 template <typename T, typename A>
 inline void prefetch_later(const Term<T, A>& term, int64_t i, int64_t row_size, int64_t bytes) {
-  constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t later = i + bytes / static_cast<int64_t>(sizeof(T));
   const T* next = term.next == nullptr ? term.row : term.next + (later - row_size);
-  const T* block = later < row_size ? term.row + later : next;
-  for (int64_t j = 0; j < kBlock; j += kLine) {
-    __builtin_prefetch(block + j);
-  }
+  prefetch_block(later < row_size ? term.row + later : next);
 }
 
 template <typename T, typename A>
@@ -246,9 +250,180 @@ inline void pair_rows(uint32_t* out, const uint16_t* first, const uint16_t* seco
   }
 }
 
+// The numbers behind quarter_exp(). kTail are the coefficients of (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, a
+// polynomial through its values at the Chebyshev points: within 0.09 units in the last place of e^r.
+template <typename A>
+struct Exp;
+
+template <>
+struct Exp<float> {
+  using Bits = uint32_t;
+  static constexpr float kLowest = -85;
+  static constexpr float kHighest = 89; // e^kHighest is infinite
+  static constexpr float kLog2E = 0x1.715476p0F;
+  static constexpr float kLn2High = 0x1.63p-1F; // few bits: a whole number times it is exact
+  static constexpr float kLn2Low = -0x1.bd0106p-13F;
+  static constexpr float kRounder = 0x1.8p23F - 2;
+  static constexpr int kMantissaBits = 23;
+  static constexpr float kTail[] = {0.5F, 0x1.5554dcp-3F, 0x1.555518p-5F, 0x1.120be2p-7F, 0x1.6d117cp-10F};
+};
+
+template <>
+struct Exp<double> {
+  using Bits = uint64_t;
+  static constexpr double kLowest = -706;
+  static constexpr double kHighest = 710;
+  static constexpr double kLog2E = 0x1.71547652b82fep0;
+  static constexpr double kLn2High = 0x1.62e42feep-1;
+  static constexpr double kLn2Low = 0x1.a39ef35793c76p-33;
+  static constexpr double kRounder = 0x1.8p52 - 2;
+  static constexpr int kMantissaBits = 52;
+  static constexpr double kTail[] = {0x1.0000000000001p-1,  0x1.5555555555556p-3,  0x1.5555555553d37p-5,
+                                     0x1.11111111109a6p-7,  0x1.6c16c1789d1d7p-10, 0x1.a01a01a7cebcdp-13,
+                                     0x1.a019b8ca26fcfp-16, 0x1.71de0d85293b8p-19, 0x1.2891d4ffbb0f9p-22,
+                                     0x1.af390ba7e6f47p-26};
+};
+
+template <size_t first = 0, typename A, size_t count>
+inline A polynomial(const A (&coefficients)[count], A x) {
+  if constexpr (first + 1 == count) {
+    return coefficients[first];
+  } else {
+    return coefficients[first] + x * polynomial<first + 1>(coefficients, x);
+  }
+}
+
+// The argument of quarter_exp() for e^-x: cut off, as NaN is too, where its bits would run over. Compares the bits: as
+// signed numbers those of positive x are in order and above all others, as unsigned ones those of negative x are. It
+// has a loop to itself, since compilers make branches of what is known to be a constant.
+template <typename A>
+inline A cut_off_negative(A x) {
+  using Bits = typename Exp<A>::Bits;
+  using Signed = std::make_signed_t<Bits>;
+  const Bits bits = __builtin_bit_cast(Bits, -x);
+  constexpr Bits kLowest = __builtin_bit_cast(Bits, Exp<A>::kLowest);
+  constexpr Signed kHighest = __builtin_bit_cast(Signed, Exp<A>::kHighest);
+  const Signed above = static_cast<Signed>(bits < kLowest ? bits : kLowest);
+  return __builtin_bit_cast(A, above < kHighest ? above : kHighest);
+}
+
+// e^x / 4 for x from kLowest to kHighest, within 1 unit in the last place. Four times that is e^x, infinite where e^x
+// is too large, while a quarter never is. Unlike std::exp it has no branch and no call, so that loops with it become
+// vector instructions, and no other bits with another library.
+template <typename A>
+inline A quarter_exp(A x) {
+  using E = Exp<A>;
+  using Bits = typename E::Bits;
+  // x = power * ln(2) + rest. Numbers as large as kRounder have no bits for fractions: adding it rounds, and leaves
+  // power - 2 in the lowest bits.
+  const A shifted = x * E::kLog2E + E::kRounder;
+  const A power = shifted - E::kRounder;
+  const A rest = (x - power * E::kLn2High) - power * E::kLn2Low;
+  const A mantissa = 1 + (rest + rest * rest * polynomial(E::kTail, rest));
+  // Times 2^(power - 2), through the bits of the exponent.
+  const Bits exponent = __builtin_bit_cast(Bits, shifted) << E::kMantissaBits;
+  return __builtin_bit_cast(A, __builtin_bit_cast(Bits, mantissa) + exponent);
+}
+
+// How many elements ahead to ask for inputs: arithmetic fills the time in which nothing would be read, and the
+// processor's own foresight ends with each page of each tensor.
+template <typename T>
+constexpr int64_t kSwigluAhead = 2048 / sizeof(T);
+
+// kBlock elements of swiglu().
+template <typename T, typename A>
+inline void swiglu_block(T* out, const T* gate, const T* up) {
+  A gate_buffer[kBlock];
+  A up_buffer[kBlock];
+  const A* gates = load_block(gate_buffer, gate);
+  const A* ups = load_block(up_buffer, up);
+  A exponents[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) {
+    exponents[j] = cut_off_negative(gates[j]);
+  }
+  A products[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) {
+    // At -infinity a quotient of infinities: NaN, as in torch.
+    products[j] = gates[j] / (1 + 4 * quarter_exp(exponents[j])) * ups[j];
+  }
+  store_block(out, products);
+}
+
+// kBlock elements of swiglu_grad().
+template <typename T, typename A>
+inline void swiglu_grad_block(T* gate_grad, T* up_grad, const T* grad, const T* gate, const T* up) {
+  A grad_buffer[kBlock];
+  A gate_buffer[kBlock];
+  A up_buffer[kBlock];
+  const A* grads = load_block(grad_buffer, grad);
+  const A* gates = load_block(gate_buffer, gate);
+  const A* ups = load_block(up_buffer, up);
+  A exponents[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) {
+    exponents[j] = cut_off_negative(gates[j]);
+  }
+  A gate_grads[kBlock];
+  A up_grads[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) {
+    const A quarter = quarter_exp(exponents[j]);
+    const A sigmoid = 1 / (1 + 4 * quarter);
+    // 1 - sigmoid without the difference, which would lose digits. Zero where e^-gate was cut off.
+    const A rest = 4 * ((gates[j] < -Exp<A>::kLowest ? quarter : 0) * sigmoid);
+    const A slope = sigmoid * (1 + gates[j] * rest); // of silu
+    gate_grads[j] = grads[j] * (ups[j] * slope);
+    up_grads[j] = grads[j] * (gates[j] * sigmoid);
+  }
+  store_block(gate_grad, gate_grads);
+  store_block(up_grad, up_grads);
+}
+
+template <typename T>
+inline void copy(T* to, const T* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = from[i];
+  }
+}
+
+template <typename T, typename A>
+void swiglu(T* out, const T* gate, const T* up, int64_t n) {
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    prefetch_block(gate + i + kSwigluAhead<T>);
+    prefetch_block(up + i + kSwigluAhead<T>);
+    swiglu_block<T, A>(out + i, gate + i, up + i);
+  }
+  if (i < n) {
+    T block[3][kBlock] = {};
+    copy(block[0], gate + i, n - i);
+    copy(block[1], up + i, n - i);
+    swiglu_block<T, A>(block[2], block[0], block[1]);
+    copy(out + i, block[2], n - i);
+  }
+}
+
+template <typename T, typename A>
+void swiglu_grad(T* gate_grad, T* up_grad, const T* grad, const T* gate, const T* up, int64_t n) {
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    prefetch_block(grad + i + kSwigluAhead<T>);
+    prefetch_block(gate + i + kSwigluAhead<T>);
+    prefetch_block(up + i + kSwigluAhead<T>);
+    swiglu_grad_block<T, A>(gate_grad + i, up_grad + i, grad + i, gate + i, up + i);
+  }
+  if (i < n) {
+    T block[5][kBlock] = {};
+    copy(block[0], grad + i, n - i);
+    copy(block[1], gate + i, n - i);
+    copy(block[2], up + i, n - i);
+    swiglu_grad_block<T, A>(block[3], block[4], block[0], block[1], block[2]);
+    copy(gate_grad + i, block[3], n - i);
+    copy(up_grad + i, block[4], n - i);
+  }
+}
+
 template <typename T, typename A>
 constexpr RowOps<T, A> table() {
-  return {convert<T, A>, round<T, A>, combine<T, A>, scatter<T, A>};
+  return {convert<T, A>, round<T, A>, combine<T, A>, scatter<T, A>, swiglu<T, A>, swiglu_grad<T, A>};
 }
 
 } // namespace moe::cpu::MOE_ROW_OPS_NAMESPACE

@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include <tuple>
+#include <type_traits>
 
 #include "row_ops.h"
 

@@ -133,6 +133,16 @@ struct MoeFinalizeRoutingV2Grad : AclnnOperator<
       "dropPadMode", "activeNum",      "expertNum",         "expertCapacity", "gradExpandedXOut",  "gradScalesOut"};
 };
 
+struct SwiGlu : AclnnOperator<const aclTensor*, int64_t, const aclTensor*> {
+  static constexpr const char* kName = "aclnnSwiGlu";
+  static constexpr Names kArguments = {"x", "dim", "out"};
+};
+
+struct SwiGluGrad : AclnnOperator<const aclTensor*, const aclTensor*, int64_t, const aclTensor*> {
+  static constexpr const char* kName = "aclnnSwiGluGrad";
+  static constexpr Names kArguments = {"yGrad", "x", "dim", "out"};
+};
+
 // GroupedMatmul V4 and V5, which has `Tuning` more.
 template <typename... Tuning>
 using GroupedMatmul = AclnnOperator<
@@ -289,6 +299,8 @@ void for_each_operator(const Visit& visit) {
   visit(MoeInitRoutingV2Grad{});
   visit(MoeFinalizeRoutingV2{});
   visit(MoeFinalizeRoutingV2Grad{});
+  visit(SwiGlu{});
+  visit(SwiGluGrad{});
   visit(GroupedMatmulV5{});
   visit(GroupedMatmulV4{});
   visit(AlltoAllvGroupedMatMulV2{});

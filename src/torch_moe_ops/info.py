@@ -32,6 +32,8 @@ ACLNN_FUNCTIONS = {
     "finalize_routing_v2_grad": ("aclnnMoeFinalizeRoutingV2Grad",),
     "grouped_matmul": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
     "grouped_matmul_weight_grad": ("aclnnGroupedMatmulV5", "aclnnGroupedMatmulV4"),
+    "swiglu": ("aclnnSwiGlu",),
+    "swiglu_grad": ("aclnnSwiGluGrad",),
     # Without the fused functions, or outside their limits, an exchange of HCCL and grouped_matmul.
     "alltoallv_grouped_matmul": (
         "aclnnAlltoAllvGroupedMatMulV2",

@@ -268,6 +268,8 @@ CALLS = {
     "finalize_routing_v2_grad": lambda: moe.finalize_routing_v2_grad(x, rows),
     "grouped_matmul": lambda: moe.grouped_matmul(x, torch.zeros(2, 2, 3).npu(), groups),
     "grouped_matmul_weight_grad": lambda: moe.grouped_matmul_weight_grad(x, x, groups),
+    "swiglu": lambda: moe.swiglu(x),
+    "swiglu_grad": lambda: moe.swiglu_grad(x[:, :1], x),
 }
 def outcome(call):
     try:
@@ -312,6 +314,8 @@ FUNCTIONS = {
     "finalize_routing_v2_grad": "aclnnMoeFinalizeRoutingV2Grad",
     "grouped_matmul": "aclnnGroupedMatmulV4",
     "grouped_matmul_weight_grad": "aclnnGroupedMatmulV4",
+    "swiglu": "aclnnSwiGlu",
+    "swiglu_grad": "aclnnSwiGluGrad",
 }
 
 

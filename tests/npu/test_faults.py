@@ -45,6 +45,8 @@ CALLERS = {
     "aclnnMoeFinalizeRoutingV2Grad": "finalize_routing_v2_grad",
     "aclnnGroupedMatmulV4": "grouped_matmul(_weight_grad)?",
     "aclnnGroupedMatmulV5": "grouped_matmul(_weight_grad)?",
+    "aclnnSwiGlu": "swiglu",
+    "aclnnSwiGluGrad": "swiglu_grad",
 }
 PHASES = {"phase1": "phase 1 (GetWorkspaceSize)", "phase2": "phase 2"}
 CODES = {

@@ -16,14 +16,14 @@ from tests.ops import (
     test_finalize_routing_v2,
     test_grouped_matmul,
     test_init_routing_v2,
+    test_swiglu,
     test_token_permute,
     test_token_unpermute,
 )
-from tests.ops.accuracy import assert_rounded_once, gradients_of, outputs_of
+from tests.ops.accuracy import gradients_of, outputs_of
 from tests.ops.common import OpSuite, Refusal, assert_refuses, roads
 from tests.ops.data import LAYOUTS, Sample, assert_same_bits
 from tests.ops.tracing import upstream_for
-from torch_moe_ops import reference
 
 MODULES = (
     test_token_permute,
@@ -31,6 +31,7 @@ MODULES = (
     test_init_routing_v2,
     test_finalize_routing_v2,
     test_grouped_matmul,
+    test_swiglu,
     # In one process these are grouped_matmul, which runs in every setting: one is enough here.
     *([test_alltoallv_grouped_matmul] if CHECKS_INDICES else []),
 )
@@ -111,7 +112,7 @@ def run_on_npu(
 class TestOps(_Parametrized):
     def test_outputs_and_gradients(self, op: str, name: str, dtype: torch.dtype) -> None:
         """Shape, dtype and strides of the CPU kernel, the value of the definition, rounded once."""
-        function, definition = getattr(torch_moe_ops, op), getattr(reference, op)
+        function, suite = getattr(torch_moe_ops, op), SUITES[op]()
         if (op, name) in BEYOND_NPU:
             pytest.skip(BEYOND_NPU[op, name])
         sample = sample_of(op, name, dtype)
@@ -125,11 +126,11 @@ class TestOps(_Parametrized):
         assert [(o.shape, o.dtype, o.stride()) for o in outputs] == [
             (o.shape, o.dtype, o.stride()) for o in on_cpu
         ]
-        assert_rounded_once(outputs, outputs_of(definition), sample)
+        suite.assert_accurate(outputs, outputs_of, sample)
         if SUITES[op].moves_data:
             assert_same_bits(outputs, on_cpu)
         gradients = run_on_npu(gradients_of, function, sample, upstream)
-        assert_rounded_once(gradients, gradients_of(definition), sample, upstream)
+        suite.assert_accurate(gradients, gradients_of, sample, upstream)
 
     @pytest.mark.parametrize(
         ("value", "first"), [(float("nan"), 0), (float("nan"), 1), (float("inf"), 0)]
@@ -162,7 +163,7 @@ class TestOps(_Parametrized):
 
     def test_layouts(self, op: str, layout: str) -> None:
         """Strided inputs and incoming gradients, with poison between their elements."""
-        function, definition = getattr(torch_moe_ops, op), getattr(reference, op)
+        function, suite = getattr(torch_moe_ops, op), SUITES[op]()
         change = LAYOUTS[layout]
         for sample in SUITES[op].samples(torch.bfloat16):
             strange = sample.map(change)
@@ -177,9 +178,9 @@ class TestOps(_Parametrized):
             on_npu = strange.map(torch.Tensor.contiguous).map(npu).map(change)
             grads_on_npu = [change(npu(grad.contiguous())) for grad in upstream]
             packed = strange.map(torch.Tensor.contiguous)
-            assert_rounded_once(cpu(on_npu.call(function)), outputs_of(definition), packed)
+            suite.assert_accurate(cpu(on_npu.call(function)), outputs_of, packed)
             gradients = cpu(gradients_of(function)(on_npu, grads_on_npu))
-            assert_rounded_once(gradients, gradients_of(definition), packed, upstream)
+            suite.assert_accurate(gradients, gradients_of, packed, upstream)
 
     def test_float64_is_refused(self, op: str) -> None:
         sample = SUITES[op].samples(torch.float64)[0].map(npu)

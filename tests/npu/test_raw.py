@@ -20,6 +20,9 @@ from torch_moe_ops import _C_npu, reference
 # How the entry points that are generated say that tiling refused.
 TILING = "561103 ACLNN_ERR_INNER_NULLPTR" if ON_950 else "561002 ACLNN_ERR_INNER_TILING_ERROR"
 
+# The same codes for every product where an entry point is generated for all of them.
+INVALID, TILED = "161002 ACLNN_ERR_PARAM_INVALID", "561002 ACLNN_ERR_INNER_TILING_ERROR"
+
 TOKENS, TOP_K, WIDTH, EXPERTS, CAPACITY = 5, 2, 3, 4, 2
 SLOTS = TOKENS * TOP_K
 IDS = data.UNEVEN.int()
@@ -93,6 +96,19 @@ def grouped_matmul(*tuning: Any) -> Raw:
     return [*lists, 2, 0, 1, 0, *tuning, [OUT], None, None], [expected]
 
 
+def swiglu(dim: int) -> Raw:
+    """The halves of another dimension than the last are those of the transposed matrix."""
+    x = values(TOKENS + 1, 2 * WIDTH)
+    if dim % 2 == 1:
+        return [x, dim, OUT], [reference.swiglu(x)]
+    return [x, dim, OUT], [reference.swiglu(x.t()).t().contiguous()]
+
+
+def swiglu_grad() -> Raw:
+    grad, x = values(TOKENS, WIDTH), values(TOKENS, 2 * WIDTH)
+    return [grad, x, 1, OUT], [reference.swiglu_grad(grad, x)]
+
+
 CALLS: dict[str, Callable[[], Raw]] = {
     "aclnnMoeTokenPermute": token_permute,
     "aclnnMoeTokenPermuteGrad": token_permute_grad,
@@ -102,6 +118,8 @@ CALLS: dict[str, Callable[[], Raw]] = {
     "aclnnMoeInitRoutingV2Grad": init_routing_v2_grad,
     "aclnnMoeFinalizeRoutingV2": finalize_routing_v2,
     "aclnnMoeFinalizeRoutingV2Grad": finalize_routing_v2_grad,
+    "aclnnSwiGlu": lambda: swiglu(-1),
+    "aclnnSwiGluGrad": swiglu_grad,
     "aclnnGroupedMatmulV4": grouped_matmul,
     "aclnnGroupedMatmulV5": lambda: grouped_matmul([]),
 }
@@ -157,6 +175,30 @@ def test_values(api: str) -> None:
     arguments, outputs = on_npu(raw)
     assert getattr(_C_npu, api)(*arguments) is None
     torch.testing.assert_close([output.cpu() for output in outputs], raw[1])
+
+
+def test_swiglu_of_the_first_dimension() -> None:
+    raw = swiglu(-2)
+    arguments, outputs = on_npu(raw)
+    _C_npu.aclnnSwiGlu(*arguments)
+    torch.testing.assert_close([output.cpu() for output in outputs], raw[1])
+
+
+@pytest.mark.parametrize(
+    ("x", "dim", "out", "status", "reason"),
+    [
+        (torch.zeros(3, 4).t(), -1, torch.zeros(4, 1), INVALID, "x must not be strided"),
+        (torch.zeros(3, 4), -1, torch.zeros(3, 2).half(), INVALID, "out must have the dtype of x"),
+        (torch.zeros(3, 4), 2, torch.zeros(3, 2), TILED, "dim must be a dimension of x"),
+        (torch.zeros(3, 4), 0, torch.zeros(1, 4), TILED, "x must be divisible by 2 in dimension"),
+        (torch.zeros(3, 4), 1, torch.zeros(3, 4), TILED, "out must have shape (3, 2)"),
+    ],
+)
+def test_refusals_of_swiglu(x: Tensor, dim: int, out: Tensor, status: str, reason: str) -> None:
+    on_device = x.t().npu().t() if not x.is_contiguous() else x.npu()
+    lines = refusal("aclnnSwiGlu", on_device, dim, out.npu())
+    assert lines[0] == head("aclnnSwiGlu", status)
+    assert lines[-1].startswith(reason)
 
 
 def test_every_function_is_tried() -> None:

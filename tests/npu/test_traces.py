@@ -2,7 +2,8 @@
 
 Compared are the records that the stand-in makes of an aclnn call: dtypes, shapes, strides, offsets,
 formats, storage sizes, numbers, nulls, which tensors share a storage, the workspace and phase 2.
-Helper launches around it (zeros, masks) are not: only the MoE and grouped matmul functions are.
+Helper launches around it (zeros, masks) are not: only the MoE, grouped matmul and SwiGLU functions
+are.
 
 Not compared, because our call differs by intent:
 - int64 row maps and expert ids of anything but token_permute: the kernels want int32, torch_npu
@@ -18,6 +19,8 @@ Not compared, because our call differs by intent:
 - Rows that are not read, which the kernel of token_unpermute's gradient wants without probs in old
   releases and on 950: ours is the output, torch_npu keeps the rows of the forward.
 - Absent lists with TASK_QUEUE_ENABLE=2: torch_npu's deferred calls have empty ones, ours null.
+- swiglu of strided tensors or more than 8 dimensions: the documents exclude them, ours are packed
+  matrices.
 - grouped_matmul with a size of 1, which reads as transposed, or one group; strided matrices: the
   kernel reads transposition off the strides, ours are packed first.
 """
@@ -46,7 +49,7 @@ GROUPED_MATMUL = "aclnnGroupedMatmulV5" if HAS_V5 else "aclnnGroupedMatmulV4"
 # Without probs the rows are not read, but the kernels of old releases and Ascend 950 want them.
 NEEDS_PERMUTED = ON_950 or RELEASE < "9.1"
 ONE_OUTPUT = {"split_item": 2, "group_type": 0}  # 3 would mean the same
-EXACT = ("aclnnMoe", "aclnnGroupedMatmul")
+EXACT = ("aclnnMoe", "aclnnGroupedMatmul", "aclnnSwiGlu")
 TOKENS, TOP_K, WIDTH, EXPERTS, CAPACITY = 5, 2, 8, 4, 3
 SLOTS = TOKENS * TOP_K
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -327,6 +330,25 @@ def test_finalize_routing_v2(
         lambda: torch_npu.npu_moe_finalize_routing(
             rows, x1, x2, bias, scales, index, experts, mode
         ),
+    )
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)], ids=str)
+@pytest.mark.parametrize("layout", ["packed", "shifted"])  # others are packed first, see above
+@by_dtype
+def test_swiglu_and_its_backward(
+    assert_same: AssertSame, dtype: torch.dtype, layout: str, shape: tuple[int, ...]
+) -> None:
+    x = LAYOUTS[layout](floats(*shape, dtype=dtype))
+    grad = LAYOUTS[layout](floats(*shape[:-1], shape[-1] // 2, dtype=dtype))
+
+    def run(activation: Callable[[Tensor], Tensor]) -> Call:
+        return lambda: activation(x.detach().requires_grad_()).backward(grad)
+
+    assert_same(
+        ["aclnnSwiGlu", "aclnnSwiGluGrad"],
+        run(torch_moe_ops.swiglu),
+        run(torch_npu.npu_swiglu),
     )
 
 

@@ -65,24 +65,29 @@ def assert_rounded_once(
     run: Run,
     sample: Sample,
     upstream: Sequence[Tensor | None] = (),
+    majorant: Run | None = None,
 ) -> None:
     """``actual`` is what the definition gives in float64 on the same numbers, rounded once.
 
-    All operators are sums of products with plus signs. So the definition applied to the absolute
-    values of its inputs gives the sum of the sizes of the terms, and applied to ones it gives the
-    number of terms. The classical bound for adding up m products in a precision with unit u is
-    ``(m + 2) * u * (sum of sizes)``: at most m - 1 additions, the product of up to three factors
-    before them. One rounding to the output's dtype comes on top, half a unit in its last place.
+    Nearly all operators are sums of products with plus signs. So the definition applied to the
+    absolute values of its inputs gives the sum of the sizes of the terms, and applied to ones it
+    gives the number of terms. For any other operator ``majorant`` is such a sum that is nowhere
+    smaller, in its values and in its gradients. The classical bound for adding up m products in a
+    precision with unit u is ``(m + 2) * u * (sum of sizes)``: at most m - 1 additions, the product
+    of up to three factors before them. One rounding to the output's dtype comes on top, half a unit
+    in its last place.
     """
 
-    def evaluate(change: Callable[[Tensor], Tensor]) -> Sequence[Tensor | None]:
+    majorant = majorant or run
+
+    def evaluate(run: Run, change: Callable[[Tensor], Tensor]) -> Sequence[Tensor | None]:
         wide = sample.map_floating(lambda tensor: change(tensor.detach().double()))
         wide_upstream = [None if grad is None else change(grad.double()) for grad in upstream]
         return run(wide, wide_upstream)
 
-    expected = evaluate(lambda tensor: tensor)
-    sizes = evaluate(torch.abs)
-    terms = evaluate(torch.ones_like)
+    expected = evaluate(run, lambda tensor: tensor)
+    sizes = evaluate(majorant, torch.abs)
+    terms = evaluate(majorant, torch.ones_like)
     wide_sum = any(tensor.dtype == torch.float64 for tensor in sample.floating())
     sum_unit = _unit(torch.float64 if wide_sum else torch.float32)
     if wide_sum:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_moe_ops
 from torch_moe_ops import reference
 
-from .accuracy import assert_rounded_once, backward, gradients_of, outputs_of
+from .accuracy import Run, assert_rounded_once, backward, gradients_of, outputs_of
 from .data import DTYPES, LAYOUTS, Sample, assert_same_bits, same_bits
 from .tracing import assert_compiles, assert_exports, assert_shape_function_exact, upstream_for
 
@@ -101,6 +101,8 @@ class OpSuite:
     moves_data: ClassVar[bool] = False
     # BLAS adds up in another order for another layout: equal within rounding, not to the bit.
     layout_rounds_differently: ClassVar[bool] = False
+    # For an operator that is no sum of products with plus signs: see assert_rounded_once.
+    majorant: ClassVar[Callable[..., Any] | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Spread the class's data over the tests that ask for it."""
@@ -127,6 +129,17 @@ class OpSuite:
     def definition(self) -> Callable[..., Any]:
         """What it has to compute."""
         return getattr(reference, self.op)
+
+    def assert_accurate(
+        self,
+        actual: Sequence[Tensor | None],
+        run_of: Callable[[Callable[..., Any]], Run],
+        sample: Sample,
+        upstream: Sequence[Tensor | None] = (),
+    ) -> None:
+        """``actual`` is what the definition gives, rounded once: outputs or gradients."""
+        majorant = self.majorant and run_of(self.majorant)
+        assert_rounded_once(actual, run_of(self.definition), sample, upstream, majorant)
 
     def sample(self, name: str, dtype: torch.dtype = torch.float32) -> Sample:
         """The sample of this name, freshly made."""
@@ -184,19 +197,14 @@ class OpSuite:
         if self.moves_data:
             # Copies, of any values: nothing may change a bit.
             assert_same_bits(outputs, plain)
-        assert_rounded_once(outputs, outputs_of(self.definition), sample)
+        self.assert_accurate(outputs, outputs_of, sample)
 
     def test_gradient(self, name: str, dtype: torch.dtype) -> None:
         sample = self.sample(name, dtype)
         upstream = upstream_for(sample.call(self.function))
         gradients = gradients_of(self.function)(sample, upstream)
         assert [grad.dtype for grad in gradients] == [leaf.dtype for leaf in sample.floating()]
-        assert_rounded_once(
-            gradients,
-            gradients_of(self.definition),
-            sample,
-            upstream,
-        )
+        self.assert_accurate(gradients, gradients_of, sample, upstream)
 
     def test_gradient_through_one_output(self, name: str) -> None:
         """An output that nobody used takes no part, whatever stands in for its gradient."""
@@ -207,12 +215,7 @@ class OpSuite:
                 continue
             alone = [grad if place == used else None for place, grad in enumerate(upstream)]
             gradients = gradients_of(self.function)(sample, alone)
-            assert_rounded_once(
-                gradients,
-                gradients_of(self.definition),
-                sample,
-                alone,
-            )
+            self.assert_accurate(gradients, gradients_of, sample, alone)
 
     def test_gradcheck(self, name: str) -> None:
         """First and second order, in float64, for every floating input at once."""
@@ -258,7 +261,7 @@ class OpSuite:
         for run in (outputs_of, gradients_of):
             result = run(self.function)(strange, upstream)
             if self.layout_rounds_differently:
-                assert_rounded_once(result, run(self.definition), packed, upstream)
+                self.assert_accurate(result, run, packed, upstream)
             else:
                 assert_same_bits(result, run(self.function)(packed, upstream))
 
@@ -268,7 +271,7 @@ class OpSuite:
         packed = [grad.contiguous() for grad in upstream]
         result = gradients_of(self.function)(sample, upstream)
         if self.layout_rounds_differently:
-            assert_rounded_once(result, gradients_of(self.definition), sample, packed)
+            self.assert_accurate(result, gradients_of, sample, packed)
         else:
             assert_same_bits(result, gradients_of(self.function)(sample, packed))
 
@@ -343,13 +346,8 @@ class OpSuite:
         outputs = sample.call(self.function)
         upstream = upstream_for(outputs)
         gradients = gradients_of(self.function)(sample, upstream)
-        assert_rounded_once(outputs, outputs_of(self.definition), sample)
-        assert_rounded_once(
-            gradients,
-            gradients_of(self.definition),
-            sample,
-            upstream,
-        )
+        self.assert_accurate(outputs, outputs_of, sample)
+        self.assert_accurate(gradients, gradients_of, sample, upstream)
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
             for _ in range(2):

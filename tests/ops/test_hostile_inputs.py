@@ -35,6 +35,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "grouped_matmul_weight_grad": lambda x: moe.grouped_matmul_weight_grad(
         x, torch.ones(3, 4), [1, 2]
     ),
+    "swiglu": lambda x: moe.swiglu(x),
+    "swiglu_grad": lambda x: moe.swiglu_grad(torch.ones(3, 1), x),
     "alltoallv_grouped_matmul": lambda x: moe.alltoallv_grouped_matmul(
         x, torch.ones(2, 2, 4), "", 1, [1, 2], [1, 2]
     ),

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_moe_ops.distributed import ExpertCounts, exchange_counts
@@ -14,6 +13,7 @@ from torch_moe_ops.ops import (
     alltoallv_grouped_matmul,
     grouped_matmul,
     grouped_matmul_alltoallv,
+    swiglu,
 )
 
 from . import _checks
@@ -21,12 +21,6 @@ from ._ep_group import EPGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def _swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; gate is the first half of the last dimension, up the second."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class GroupedSwiGLU(nn.Module):
@@ -156,7 +150,7 @@ class GroupedSwiGLU(nn.Module):
         if isinstance(tokens_per_expert, ExpertCounts):
             tokens_per_expert = torch.tensor(tokens_per_expert.send_counts, device=x.device)
         gate_up_M2I = grouped_matmul(x, self.gate_up_proj, tokens_per_expert)
-        return grouped_matmul(_swiglu(gate_up_M2I), self.down_proj, tokens_per_expert)
+        return grouped_matmul(swiglu(gate_up_M2I), self.down_proj, tokens_per_expert)
 
     # The counts are numbers that no compiler can know: torch.compile runs this as it stands.
     @torch.compiler.disable
@@ -173,7 +167,7 @@ class GroupedSwiGLU(nn.Module):
             x, self._weight(self.gate_up_proj), counts.group, self.ep_size, there, back
         )
         y_MH, _ = grouped_matmul_alltoallv(
-            _swiglu(gate_up_R2I),
+            swiglu(gate_up_R2I),
             self._weight(self.down_proj),
             counts.group,
             self.ep_size,
@@ -258,5 +252,5 @@ class SwiGLU(nn.Module):
         Returns:
             (..., H).
         """
-        output: Tensor = self.down_proj(_swiglu(self.gate_up_proj(x)))
+        output: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return output

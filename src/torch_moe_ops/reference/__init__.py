@@ -17,6 +17,7 @@ from .finalize_routing_v2 import (
 )
 from .grouped_matmul import grouped_matmul, grouped_matmul_weight_grad
 from .init_routing_v2 import init_routing_v2, init_routing_v2_grad
+from .swiglu import swiglu, swiglu_grad
 from .token_permute import token_permute, token_permute_grad
 from .token_unpermute import token_unpermute, token_unpermute_grad
 
@@ -29,6 +30,8 @@ __all__ = [
     "grouped_matmul_weight_grad",
     "init_routing_v2",
     "init_routing_v2_grad",
+    "swiglu",
+    "swiglu_grad",
     "token_permute",
     "token_permute_grad",
     "token_unpermute",
