@@ -49,6 +49,12 @@ def test_import_touches_no_npu_package(tmp_path: Path) -> None:
     assert result.stdout.strip() == "False", result.stderr
 
 
+def test_import_leaves_the_compiler_alone() -> None:
+    """torch._dynamo takes as long to import as torch itself."""
+    result = run("import torch_moe_ops.nn, sys; print('torch._dynamo' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
+
+
 @pytest.mark.parametrize("first", ["torch", "torch_moe_ops"])
 def test_import_order_does_not_matter(first: str) -> None:
     result = run(f"import {first}, torch_moe_ops, torch; print(torch.ops.moe.token_permute)")

@@ -17,6 +17,7 @@ from torch_moe_ops.ops import (
 )
 
 from . import _checks
+from ._eager import run_eagerly
 from ._ep_group import EPGroup
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class GroupedSwiGLU(nn.Module):
         return grouped_matmul(swiglu(gate_up_M2I), self.down_proj, tokens_per_expert)
 
     # The counts are numbers that no compiler can know: torch.compile runs this as it stands.
-    @torch.compiler.disable
+    @run_eagerly
     def _across_ranks(self, x: Tensor, tokens_per_expert: Tensor | ExpertCounts) -> Tensor:
         counts = tokens_per_expert
         if isinstance(counts, Tensor):

@@ -18,6 +18,7 @@ from torch_moe_ops.ops import (
 )
 
 from . import _checks
+from ._eager import run_eagerly
 from ._ep_group import EPGroup
 from .experts import GroupedSwiGLU, SwiGLU
 from .losses import balance_of_shares, load_balancing_loss, router_z_loss
@@ -282,13 +283,13 @@ class MoE(nn.Module):
     # The counts are numbers that no compiler can know: torch.compile runs these two as they stand.
     # Beside the rows they return the load: the choices of all ranks for each expert.
 
-    @torch.compiler.disable
+    @run_eagerly
     def _dropless_across_ranks(self, rows_MH: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         counts = exchange_counts(counts_E, self.experts.ep_group or "")
         load_E = torch.tensor(counts.rows_per_expert, device=counts_E.device)
         return self.experts(rows_MH, counts), load_E
 
-    @torch.compiler.disable
+    @run_eagerly
     def _blocks_across_ranks(
         self, rows_MH: Tensor, counts_E: Tensor, capacity: int
     ) -> tuple[Tensor, Tensor]:
