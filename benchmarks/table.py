@@ -1,7 +1,8 @@
 """The Markdown tables of a stored measurement: `python benchmarks/table.py RESULTS.json`.
 
 One section for each run, in it one table for each bench; a last section for memory. A number in
-bold misses its target (targets.py). `--targets` prints only what is met and what is missed.
+bold misses its target (targets.py). `--summary` prints one line for each operator instead, and
+`--targets` what is met and what is missed.
 """
 
 import argparse
@@ -34,6 +35,33 @@ def markdown(stored: results.Results) -> str:
     if "memory" in stored:
         sections.append(_memory(stored["memory"]))
     return "\n\n".join(sections)
+
+
+def summary(stored: results.Results) -> str:
+    """For each run a line for each operator, with the range over its shapes and dtypes."""
+    head = ["operator", "rows", "over naive", "over best", "share of limit"]
+    parts = []
+    for run in stored["runs"]:
+        by_op: dict[str, list[results.Row]] = {}
+        for row in run["rows"]:
+            by_op.setdefault(row["op"], []).append(row)
+        body = [
+            [
+                *(op, str(len(rows))),
+                _range([results.gain(row) for row in rows]),
+                _range([results.best_rival(row)[1] for row in rows]),
+                _range([results.share_of_limit(row)[1] for row in rows]),
+            ]
+            for op, rows in by_op.items()
+        ]
+        title = f"## {_capitalized(results.setting(run))}"
+        parts += [title, _environment(run["environment"]), _as_markdown(head, body, names=1)]
+    return "\n\n".join(parts)
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} - {high}"
 
 
 def _section(run: Mapping[str, Any]) -> str:
@@ -74,8 +102,9 @@ def _table(rows: list[results.Row], run: Mapping[str, Any]) -> str:
     return _as_markdown(head, [_cells(row, names, run) for row in rows])
 
 
-def _as_markdown(head: list[str], body: list[list[str]]) -> str:
-    lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *body]
+def _as_markdown(head: list[str], body: list[list[str]], names: int = 3) -> str:
+    """The first columns are ``names``, the others numbers."""
+    lines = [head, ["---"] * names + ["---:"] * (len(head) - names), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -149,10 +178,16 @@ def _digits(value: float, digits: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Markdown tables of a stored measurement.")
     parser.add_argument("results", type=Path, help="JSON file written by run.py")
-    parser.add_argument("--targets", action="store_true", help="only what is met and missed")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
+        "--summary", dest="show", action="store_const", const=summary, help="a line per operator"
+    )
+    parts.add_argument(
+        "--targets", dest="show", action="store_const", const=targets.summary, help="met and missed"
+    )
+    parser.set_defaults(show=markdown)
     arguments = parser.parse_args()
-    stored = results.load(arguments.results)
-    print(targets.summary(stored) if arguments.targets else markdown(stored))
+    print(arguments.show(results.load(arguments.results)))
 
 
 if __name__ == "__main__":

@@ -211,6 +211,15 @@ def test_comparing_two_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
         compare.main([old, write("no.json", {"rows": []})])
 
 
+def test_summary_has_the_range_of_each_operator() -> None:
+    fast, slow = row(ours=2.0, naive=5.0, peer=3.0), row(ours=2.0, naive=1.0)
+    assert table.summary(stored(fast, slow)).splitlines()[-3:] == [
+        "| operator | rows | over naive | over best | share of limit |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| token_permute | 2 | 0.50 - 2.50 | 0.50 - 1.50 | 0.25 |",
+    ]
+
+
 def test_pictures_are_drawn_from_the_file_alone(tmp_path: Path) -> None:
     scaling = row("scaling: token_permute", ours=2.0, naive=5.0)
     scaling |= {"bench": "scaling", "shape": {"T": 512, "H": 2048, "K": 4, "E": 64}}
