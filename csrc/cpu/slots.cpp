@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
+
+#include "../common/parallel.h"
 
 namespace moe::cpu {
 namespace {
@@ -31,6 +34,33 @@ void check_range(const ArgChecks& check, const Tensor& index, const char* arg, I
       values[bad], " at position ", bad);
 }
 
+// Counting sort of ids in [low, low + span]. Slots are cut into parts, each with its own count of every id: part after
+// part then knows where its first slot of an id goes, and the result does not depend on the cut.
+template <typename Id>
+void count_rows(const Id* ids, int64_t count, Id low, int64_t span, int32_t* row_of_slot) {
+  constexpr int64_t kSlotsPerPart = 16384;
+  constexpr int64_t kMostParts = 32;
+  const int64_t values = span + 1;
+  // All counts together are fewer than the slots, unless there is one part.
+  const int64_t parts = std::clamp(std::min(count / kSlotsPerPart, count / values), int64_t{1}, kMostParts);
+  std::vector<int32_t> next_row(parts * values, 0);
+  const auto each_slot = [&](int64_t part, const auto& body) {
+    int32_t* own = next_row.data() + part * values;
+    for (int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i) {
+      body(i, own[ids[i] - low]);
+    }
+  };
+  parallel_tasks(parts, [&](int64_t part) { each_slot(part, [](int64_t, int32_t& slots) { ++slots; }); });
+  int32_t row = 0;
+  for (int64_t value = 0; value < values; ++value) {
+    for (int64_t part = 0; part < parts; ++part) {
+      row += std::exchange(next_row[part * values + value], row);
+    }
+  }
+  parallel_tasks(
+      parts, [&](int64_t part) { each_slot(part, [&](int64_t i, int32_t& next) { row_of_slot[i] = next++; }); });
+}
+
 template <typename Id>
 void stable_rows_impl(const Id* ids, int64_t count, int32_t* row_of_slot) {
   if (count == 0) {
@@ -42,14 +72,7 @@ void stable_rows_impl(const Id* ids, int64_t count, int32_t* row_of_slot) {
   const uint64_t span =
       static_cast<uint64_t>(static_cast<int64_t>(*highest)) - static_cast<uint64_t>(static_cast<int64_t>(low));
   if (span <= 4 * static_cast<uint64_t>(count) + 1024) {
-    std::vector<int32_t> next_row(span + 2, 0);
-    for (int64_t i = 0; i < count; ++i) {
-      ++next_row[ids[i] - low + 1];
-    }
-    std::partial_sum(next_row.begin(), next_row.end(), next_row.begin());
-    for (int64_t i = 0; i < count; ++i) {
-      row_of_slot[i] = next_row[ids[i] - low]++;
-    }
+    count_rows(ids, count, low, static_cast<int64_t>(span), row_of_slot);
     return;
   }
   std::vector<int32_t> order(count);

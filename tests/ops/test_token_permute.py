@@ -130,6 +130,15 @@ class TestTokenPermute(OpSuite):
         assert sorted_indices.tolist() == [6, 0, 1, 4, 7, 8, 5, 2, 3, 9]
         assert sorted_indices.dtype == torch.int32
 
+    @pytest.mark.parametrize(("slots", "experts"), [(16384, 7), (100_001, 3), (40_000, 30_000)])
+    def test_many_slots_are_sorted_in_parts(self, slots: int, experts: int) -> None:
+        ids = Values(torch.float32).ids(slots, experts=experts) - 2
+        expected = ids.argsort(stable=True).argsort()
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            _, rows = torch_moe_ops.token_permute(torch.zeros(slots, 1), ids)
+            assert torch.equal(rows.long(), expected)
+
     @pytest.mark.parametrize("spread", [1, 10**6, -(2**61)])
     def test_stable_with_many_ties(self, spread: int) -> None:
         """Long runs of equal ids keep the order of the slots, also where ids lie far apart."""
