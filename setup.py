@@ -13,6 +13,9 @@ Environment:
 import importlib.metadata
 import importlib.util
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,7 +120,37 @@ def extensions() -> list[Extension]:
 
 
 class Build(BuildExtension):
-    """Writes build facts beside the library; the loader reads them before it loads anything."""
+    """Compiles torch's headers once for each library, not once for each source.
+
+    Writes build facts beside the library; the loader reads them before it loads anything.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        """Builds one library."""
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        if b"Free Software Foundation" in subprocess.check_output([*compiler, "--version"]):
+            ext.extra_compile_args["cxx"] += [
+                "-Winvalid-pch",
+                "-include",
+                self._precompiled(ext, compiler),
+            ]
+        super().build_extension(ext)
+
+    def _precompiled(self, ext: Extension, compiler: list[str]) -> str:
+        """A copy of torch_headers.h with what GCC made of it beside it, in the build folder."""
+        source = ROOT / "csrc" / "common" / "torch_headers.h"
+        header = Path(self.build_temp).resolve() / ext.name / source.name
+        compiled, made_by = (header.with_name(f"{header.name}.{end}") for end in ("gch", "command"))
+        # GCC wants the flags of the sources; where they differ it reads the copy instead.
+        flags = [*self.compiler.compiler_so[1:], *ext.extra_compile_args["cxx"]]
+        command = [*compiler, *flags, "-x", "c++-header", str(header), "-o", str(compiled)]
+        stamp = f"{shlex.join(command)}\n{torch.__version__}\n{source.read_text()}"
+        if not (compiled.exists() and made_by.exists() and made_by.read_text() == stamp):
+            header.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, header)
+            subprocess.run(command, check=True)
+            made_by.write_text(stamp)
+        return str(header)
 
     def run(self) -> None:
         """Builds the extension, then writes ``_build_info.py``."""

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "block_pack.h"
@@ -28,6 +29,7 @@ constexpr int64_t kCopiedRows = 128;
 // lie a power of two apart fall on the same places in a cache and push each other out, in the right factor and in
 // `out`.
 constexpr int64_t kFewRows = 64;
+constexpr int64_t kLine = 16; // float32 numbers in a cache line
 
 enum class Instructions { kNone, kFloat, kFloatAndBFloat16 };
 
@@ -75,8 +77,9 @@ struct Buffers {
   std::vector<float> lines;
 };
 
-// sums (rows, cols) = left @ right, or += . Each size of the kernel is compiled once in each thread: the sizes are kept
-// to a few, so that groups of all sizes do not fill the memory with kernels.
+// sums (rows, cols) = left @ right, or += . The kernel is compiled once in each thread for every set of sizes and
+// strides, and never forgotten: of those that come from the size of a group there may be only a few, or training would
+// fill the memory with kernels.
 template <typename C>
 void multiply_block(
     int64_t rows,
@@ -117,87 +120,119 @@ class BlockProduct {
     const int64_t most = reads_left_ ? kRows : kCopiedRows;
     for (int64_t row = 0; row < left_.rows; row += most) {
       const int64_t rows = std::min(most, left_.rows - row);
-      const Matrix<T> strip = left_.block(row, 0, rows, left_.cols);
       if (!reads_left_) {
-        pack_rows(strip, buffer(buffers().left, rows * padded_depth_), padded_depth_);
+        pack_left(row, rows);
       }
       for (int64_t col = 0; col < right_.cols; col += kCols) {
-        multiply_strip(strip, row, col, std::min(kCols, right_.cols - col));
+        multiply_strip(row, rows, col, std::min(kCols, right_.cols - col));
       }
     }
     stream_end();
+    at::native::cpublas::brgemm_release(kPairs); // the tile registers of processors with AMX
   }
 
  private:
   static constexpr bool kPairs = std::is_same_v<C, BFloat16>;
+
+  // A factor as the kernel reads it.
+  struct Block {
+    const C* data;
+    int64_t stride;
+  };
 
   static Buffers<C>& buffers() {
     static thread_local Buffers<C> memory;
     return memory;
   }
 
-  void multiply_strip(const Matrix<T>& strip, int64_t row, int64_t col, int64_t cols) {
+  static int64_t round_up(int64_t size, int64_t step) {
+    return (size + step - 1) / step * step;
+  }
+
+  // The depth of a block that starts at `start`, and with zeros at its end where both factors are copies.
+  int64_t depth(int64_t start) const {
+    return std::min(kDepth<C>, left_.cols - start);
+  }
+
+  int64_t padded_depth(int64_t start) const {
+    return reads_left_ ? depth(start) : round_up(depth(start), kLine);
+  }
+
+  // Block after block of the depth, padded_depth(0) elements from row to row.
+  void pack_left(int64_t row, int64_t rows) const {
+    C* to = buffer(buffers().left, rows * round_up(left_.cols, padded_depth(0)));
+    for (int64_t start = 0; start < left_.cols; start += kDepth<C>) {
+      pack_rows(left_.block(row, start, rows, depth(start)), to + rows * start, padded_depth(0), padded_depth(start));
+    }
+  }
+
+  void multiply_strip(int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    const bool copies_right =
+        kPairs || !std::is_same_v<T, C> || !reads_left_ || left_.rows > kFewRows || !right_.has_separate_rows();
+    const int64_t padded_cols = copies_right && !kPairs ? round_up(cols, kLine) : cols;
     float* sums = nullptr;
-    int64_t sums_stride = cols;
+    int64_t sums_stride = padded_cols;
     if constexpr (std::is_same_v<T, float>) {
-      if (!turned_ && strip.rows <= kFewRows) {
+      if (!turned_ && !copies_right) {
         sums = out_ + row * out_stride_ + col;
         sums_stride = out_stride_;
       }
     }
     const bool rounds = sums == nullptr;
     if (rounds) {
-      sums = buffer(buffers().sums, strip.rows * cols);
+      sums = buffer(buffers().sums, rows * padded_cols);
     }
     for (int64_t start = 0; start < left_.cols; start += kDepth<C>) {
-      const int64_t depth = std::min(kDepth<C>, left_.cols - start);
-      const C* left = left_block(strip, start);
-      const auto [right, right_stride] = right_block(start, depth, col, cols);
+      const Block left = left_block(row, rows, start);
+      const Block right = copies_right ? copied_right(start, col, cols, padded_cols) : right_block(start, col);
       multiply_block(
-          strip.rows, cols, kPairs ? depth + depth % 2 : depth, left, reads_left_ ? left_.row_stride : padded_depth_,
-          right, right_stride, sums, sums_stride, start > 0);
+          rows, padded_cols, padded_depth(start), left.data, left.stride, right.data, right.stride, sums, sums_stride,
+          start > 0);
     }
     if (rounds) {
-      store(sums, row, strip.rows, col, cols);
+      store(sums, sums_stride, row, rows, col, cols);
     }
   }
 
-  const C* left_block(const Matrix<T>& strip, int64_t start) const {
+  Block left_block(int64_t row, int64_t rows, int64_t start) const {
     if constexpr (std::is_same_v<T, C>) {
       if (reads_left_) {
-        return strip.data + start;
+        return {left_.block(row, start, 1, 1).data, left_.row_stride};
       }
     }
-    return buffers().left.data() + start;
+    return {buffers().left.data() + rows * start, padded_depth(0)};
   }
 
-  std::pair<const C*, int64_t> right_block(int64_t start, int64_t depth, int64_t col, int64_t cols) const {
-    const Matrix<T> block = right_.block(start, col, depth, cols);
+  Block right_block(int64_t start, int64_t col) const {
+    if constexpr (std::is_same_v<T, C>) {
+      return {right_.block(start, col, 1, 1).data, right_.row_stride};
+    }
+    return {};
+  }
+
+  Block copied_right(int64_t start, int64_t col, int64_t cols, int64_t padded_cols) const {
+    const Matrix<T> block = right_.block(start, col, depth(start), cols);
+    const int64_t rows = padded_depth(start);
+    C* to = buffer(buffers().right, rows * padded_cols);
     if constexpr (kPairs) {
-      BFloat16* pairs = buffer(buffers().right, (depth + 1) / 2 * 2 * cols);
-      pack_row_pairs(block, pairs);
-      return {pairs, cols};
+      pack_row_pairs(block, to);
     } else {
-      if constexpr (std::is_same_v<T, C>) {
-        if (block.has_separate_rows() && left_.rows <= kFewRows) {
-          return {block.data, block.row_stride};
-        }
-      }
-      C* packed = buffer(buffers().right, depth * cols);
-      pack_rows(block, packed, cols);
-      return {packed, cols};
+      pack_rows(block, to, padded_cols, padded_cols);
     }
+    const int64_t packed = kPairs ? round_up(block.rows, 2) : block.rows;
+    std::fill(to + packed * padded_cols, to + rows * padded_cols, C(0));
+    return {to, padded_cols};
   }
 
-  void store(const float* sums, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+  void store(const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
     if (!turned_) {
       for (int64_t i = 0; i < rows; ++i) {
-        store_line(sums + i * cols, out_ + (row + i) * out_stride_ + col, cols);
+        store_line(sums + i * sums_stride, out_ + (row + i) * out_stride_ + col, cols);
       }
       return;
     }
     float* lines = buffer(buffers().lines, cols * rows);
-    transpose(sums, cols, rows, cols, lines, rows);
+    transpose(sums, sums_stride, rows, cols, lines, rows);
     for (int64_t i = 0; i < cols; ++i) {
       store_line(lines + i * rows, out_ + (col + i) * out_stride_ + row, rows);
     }
@@ -223,7 +258,6 @@ class BlockProduct {
   bool turned_;
   // The kernel reads pairs along the depth: where it is odd, rows are copied with a zero at their end.
   bool reads_left_ = std::is_same_v<T, C> && left_.has_separate_rows() && !(kPairs && left_.cols % 2 != 0);
-  int64_t padded_depth_ = kPairs ? left_.cols + left_.cols % 2 : left_.cols;
 };
 
 template <typename T, typename C>

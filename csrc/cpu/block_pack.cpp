@@ -62,7 +62,7 @@ void transpose(const T* from, int64_t from_stride, int64_t rows, int64_t cols, T
 }
 
 template <typename T, typename C>
-void pack_rows(const Matrix<T>& from, C* to, int64_t stride) {
+void pack_rows(const Matrix<T>& from, C* to, int64_t stride, int64_t padded_cols) {
   if (from.has_dense_rows()) {
     for (int64_t row = 0; row < from.rows; ++row) {
       convert(from.data + row * from.row_stride, to + row * stride, from.cols);
@@ -71,7 +71,7 @@ void pack_rows(const Matrix<T>& from, C* to, int64_t stride) {
     pack_turned(from, to, stride);
   }
   for (int64_t row = 0; row < from.rows; ++row) {
-    std::fill(to + row * stride + from.cols, to + (row + 1) * stride, C(0));
+    std::fill(to + row * stride + from.cols, to + row * stride + padded_cols, C(0));
   }
 }
 
@@ -90,9 +90,9 @@ void pack_row_pairs(const Matrix<c10::BFloat16>& from, c10::BFloat16* to) {
 }
 
 template void transpose(const float*, int64_t, int64_t, int64_t, float*, int64_t);
-template void pack_rows(const Matrix<float>&, float*, int64_t);
-template void pack_rows(const Matrix<c10::BFloat16>&, float*, int64_t);
-template void pack_rows(const Matrix<c10::BFloat16>&, c10::BFloat16*, int64_t);
-template void pack_rows(const Matrix<c10::Half>&, float*, int64_t);
+template void pack_rows(const Matrix<float>&, float*, int64_t, int64_t);
+template void pack_rows(const Matrix<c10::BFloat16>&, float*, int64_t, int64_t);
+template void pack_rows(const Matrix<c10::BFloat16>&, c10::BFloat16*, int64_t, int64_t);
+template void pack_rows(const Matrix<c10::Half>&, float*, int64_t, int64_t);
 
 } // namespace moe::cpu

@@ -41,9 +41,9 @@ struct Matrix {
   }
 };
 
-// Writes the rows of `from` `stride` elements apart, converted to C; what lies between two rows becomes 0.
+// Writes the rows of `from` `stride` elements apart, converted to C, each with zeros up to `padded_cols`.
 template <typename T, typename C>
-void pack_rows(const Matrix<T>& from, C* to, int64_t stride);
+void pack_rows(const Matrix<T>& from, C* to, int64_t stride, int64_t padded_cols);
 
 // Writes (ceil(rows / 2), cols, 2): two rows at a time, element by element; beside a last single row stand zeros. The
 // rows of `from` are dense.

@@ -13,7 +13,7 @@ from torch_moe_ops import reference
 
 from .accuracy import assert_rounded_once, outputs_of
 from .common import OpSuite, Refusal, operators_in_backward
-from .data import DTYPES, WIDTH, Sample, Values, assert_same_bits
+from .data import WIDTH, Sample, Values, assert_same_bits
 
 TOTALS = {"group_list_type": 0}
 TRANS = {"trans_weight": True}
@@ -401,77 +401,3 @@ class TestGroupedMatmulWeightGrad(OpSuite):
         results = [torch_moe_ops.grouped_matmul_weight_grad(x, grad, form) for form in forms]
         for result in results:
             assert_same_bits([result], results[:1])
-
-
-# The kernels multiply in blocks of rows, columns and depth: sizes on both sides of every edge.
-BLOCKS = counts(1, 0, 15, 16, 64, 65, 131, 0, 600)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-products = pytest.mark.parametrize(
-    ("function", "definition", "options"),
-    [
-        (torch_moe_ops.grouped_matmul, reference.grouped_matmul, {}),
-        (torch_moe_ops.grouped_matmul, reference.grouped_matmul, TRANS),
-        (torch_moe_ops.grouped_matmul_weight_grad, reference.grouped_matmul_weight_grad, {}),
-        (torch_moe_ops.grouped_matmul_weight_grad, reference.grouped_matmul_weight_grad, TRANS),
-    ],
-    ids=["forward", "trans_weight", "weight_grad", "weight_grad, trans_weight"],
-)
-
-
-def block_sample(dtype: torch.dtype, depth: int, cols: int, function: Any, options: Any) -> Sample:
-    v = Values(dtype)
-    rows, experts = int(BLOCKS.sum()), len(BLOCKS)
-    if function is torch_moe_ops.grouped_matmul:
-        shape = (cols, depth) if options else (depth, cols)
-        return Sample("blocks", (v(rows, depth), v(experts, *shape), BLOCKS), options)
-    return Sample("blocks", (v(rows, depth), v(rows, cols), BLOCKS), options)
-
-
-@dtypes
-@products
-@pytest.mark.parametrize(("depth", "cols"), [(255, 257), (513, 300), (1026, 48)])
-def test_blocks(
-    dtype: torch.dtype, depth: int, cols: int, function: Any, definition: Any, options: Any
-) -> None:
-    sample = block_sample(dtype, depth, cols, function, options)
-    outputs = sample.call(function)
-    assert_rounded_once(outputs, outputs_of(definition), sample)
-    torch.set_num_threads(3)
-    assert_same_bits(sample.call(function), outputs)
-
-
-@dtypes
-@products
-@pytest.mark.parametrize("depth", [31, 32])
-def test_nan_stays_in_its_place(
-    dtype: torch.dtype, depth: int, function: Any, definition: Any, options: Any
-) -> None:
-    """Also where a kernel takes two elements at a time and the depth is odd."""
-    sample = block_sample(dtype, depth, 33, function, options)
-    left, right, _ = sample.args
-    for factor, places in ((left, [(0, 0), (40, 30), (95, 5)]), (right, [(1, 2), (4, 7)])):
-        for place in places:
-            factor[place] = float("nan")
-    (out,) = sample.call(function)
-    (expected,) = sample.call(definition)
-    assert torch.equal(out.isnan(), expected.isnan())
-
-
-@dtypes
-@products
-def test_factors_of_any_layout(
-    dtype: torch.dtype, function: Any, definition: Any, options: Any
-) -> None:
-    """Rows that are one row, overlap, or have gaps; neither dimension dense."""
-    sample = block_sample(dtype, 40, 33, function, options)
-    left, right, sizes = sample.args
-    for other in (
-        right[:1].expand_as(right),
-        right.narrow(right.dim() - 2, 0, 1).expand_as(right),
-        right.narrow(right.dim() - 1, 0, 1).expand_as(right),
-        right.flatten()[: right.numel() // 2].as_strided(right.shape, (1,) * right.dim()),
-        right.repeat_interleave(2, -1)[..., ::2],
-        right.repeat_interleave(2, -2)[..., ::2, :],
-    ):
-        strided = replace(sample, args=(left, other, sizes))
-        assert_rounded_once(strided.call(function), outputs_of(definition), strided)
