@@ -31,18 +31,35 @@ constexpr int64_t kCopiedRows = 128;
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kLine = 16; // float32 numbers in a cache line
 
-enum class Instructions { kNone, kFloat, kFloatAndBFloat16 };
-
-Instructions instructions() {
+bool has_kernels() {
 #ifdef __x86_64__
-  static const bool has_float = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const bool has_bfloat16 =
-      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  if (has_float && at::globalContext().userEnabledMkldnn()) {
-    return has_bfloat16 ? Instructions::kFloatAndBFloat16 : Instructions::kFloat;
-  }
+  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return supported && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
 #endif
-  return Instructions::kNone;
+}
+
+// Whether the processor multiplies bfloat16 faster than float32.
+bool has_bfloat16() {
+#ifdef __x86_64__
+  static const bool supported =
+      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+  return supported;
+#else
+  return false;
+#endif
+}
+
+// Whether blocks of bfloat16 are worth it. With tile registers they have not been measured: there oneDNN's product
+// serves.
+bool multiplies_pairs() {
+#ifdef __x86_64__
+  static const bool has_tiles = __builtin_cpu_supports("amx-bf16");
+  return has_bfloat16() && !has_tiles;
+#else
+  return false;
+#endif
 }
 
 // MKL runs at its full speed on the processors of its maker, and only there.
@@ -280,7 +297,7 @@ void multiply(const Tensor& left, const Tensor& right, Tensor& out) {
 bool multiplies_in_blocks(const Tensor& left, const Tensor& right, const Tensor& out) {
   const bool has_dense_dimensions =
       (left.stride(0) == 1 || left.stride(1) == 1) && (right.stride(0) == 1 || right.stride(1) == 1);
-  if (instructions() == Instructions::kNone || left.size(1) == 0 || !has_dense_dimensions) {
+  if (!has_kernels() || left.size(1) == 0 || !has_dense_dimensions) {
     return false;
   }
   switch (out.scalar_type()) {
@@ -288,7 +305,7 @@ bool multiplies_in_blocks(const Tensor& left, const Tensor& right, const Tensor&
       return !has_fast_blas() || std::min(out.size(0), left.size(1)) <= kFewRows;
     case at::kBFloat16:
       // oneDNN's own product is as fast where it finds the pairs, along the depth, side by side in the right factor.
-      return instructions() == Instructions::kFloat || (left.stride(1) == 1 && right.stride(1) == 1);
+      return !has_bfloat16() || (multiplies_pairs() && left.stride(1) == 1 && right.stride(1) == 1);
     case at::kHalf:
       return true;
     default:
@@ -303,8 +320,8 @@ void block_matmul(const Tensor& left, const Tensor& right, Tensor& out) {
     case at::kHalf:
       return multiply<c10::Half, float>(left, right, out);
     case at::kBFloat16:
-      return instructions() == Instructions::kFloatAndBFloat16 ? multiply<BFloat16, BFloat16>(left, right, out)
-                                                               : multiply<BFloat16, float>(left, right, out);
+      return multiplies_pairs() ? multiply<BFloat16, BFloat16>(left, right, out)
+                                : multiply<BFloat16, float>(left, right, out);
     default:
       TORCH_INTERNAL_ASSERT(false, "multiplies_in_blocks comes first");
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
@@ -27,6 +28,19 @@ bool multiplies_faster_in_float32(at::ScalarType dtype) {
   }
 #endif
   return dtype == at::kHalf;
+}
+
+// oneDNN takes bfloat16 in pairs along the depth; where that is odd, the last pair of a row reaches into the next one,
+// and on some processors NaN comes with it. A copy of `matrix` with a zero more at the end of `dim`, in the same order.
+Tensor with_even_depth(const Tensor& matrix, int64_t dim) {
+  const bool by_columns = matrix.stride(0) == 1;
+  const Tensor rows = by_columns ? matrix.t() : matrix;
+  const int64_t depth_dim = by_columns ? 1 - dim : dim;
+  auto sizes = rows.sizes().vec();
+  ++sizes[depth_dim];
+  Tensor padded = at::zeros(sizes, rows.options());
+  padded.narrow(depth_dim, 0, rows.size(depth_dim)).copy_(rows);
+  return by_columns ? padded.t() : padded;
 }
 
 } // namespace
@@ -65,6 +79,8 @@ void matmul_into(const Tensor& left, const Tensor& right, Tensor& out) {
     block_matmul(left, right, out);
   } else if (multiplies_faster_in_float32(out.scalar_type())) {
     out.copy_(at::mm(left.to(at::kFloat), right.to(at::kFloat)));
+  } else if (out.scalar_type() == at::kBFloat16 && left.size(1) % 2 != 0) {
+    at::mm_out(out, with_even_depth(left, 1), with_even_depth(right, 0));
   } else {
     at::mm_out(out, left, right);
   }
