@@ -67,7 +67,7 @@ format: $(VENV)/.requirements ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-bench: $(VENV)/.build ## Measure every operator against the naive form, short version (6 minutes)
+bench: $(VENV)/.build ## Measure every operator against the naive form, short version (4 minutes)
 	$(BIN)/python benchmarks/suite.py --quick $(ARGS)
 
 bench-full: $(VENV_BENCH)/.build ## The same on all shapes, in all settings, and against other packages (75 minutes)
