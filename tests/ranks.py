@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -174,6 +175,13 @@ def _receive(pipe: Connection) -> Outcome:
     except (EOFError, ConnectionResetError):
         return Outcome(error="the process ended")
     return outcome
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    """Returns once it holds, or after so long: gloo's threads keep what they sent for a moment."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _serve(pipe: Connection) -> None:

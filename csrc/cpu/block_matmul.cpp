@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "block_pack.h"
-#include "dispatch.h"
 #include "large_outputs.h"
+#include "processor.h"
 #include "row_ops.h"
 
 namespace moe::cpu {
@@ -31,45 +31,10 @@ constexpr int64_t kCopiedRows = 128;
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kLine = 16; // float32 numbers in a cache line
 
-bool has_kernels() {
-#ifdef __x86_64__
-  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return supported && at::globalContext().userEnabledMkldnn();
-#else
-  return false;
-#endif
-}
-
-// Whether the processor multiplies bfloat16 faster than float32.
-bool has_bfloat16() {
-#ifdef __x86_64__
-  static const bool supported =
-      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  return supported;
-#else
-  return false;
-#endif
-}
-
 // Whether blocks of bfloat16 are worth it. With tile registers they have not been measured: there oneDNN's product
 // serves.
 bool multiplies_pairs() {
-#ifdef __x86_64__
-  static const bool has_tiles = __builtin_cpu_supports("amx-bf16");
-  return has_bfloat16() && !has_tiles;
-#else
-  return false;
-#endif
-}
-
-// MKL runs at its full speed on the processors of its maker, and only there.
-bool has_fast_blas() {
-#ifdef __x86_64__
-  static const bool is_intel = __builtin_cpu_is("intel");
-  return is_intel;
-#else
-  return true;
-#endif
+  return processor().has_bfloat16 && !processor().has_tiles;
 }
 
 template <typename T>
@@ -297,15 +262,16 @@ void multiply(const Tensor& left, const Tensor& right, Tensor& out) {
 bool multiplies_in_blocks(const Tensor& left, const Tensor& right, const Tensor& out) {
   const bool has_dense_dimensions =
       (left.stride(0) == 1 || left.stride(1) == 1) && (right.stride(0) == 1 || right.stride(1) == 1);
-  if (!has_kernels() || left.size(1) == 0 || !has_dense_dimensions) {
+  if (!processor().has_blocks || !at::globalContext().userEnabledMkldnn() || left.size(1) == 0 ||
+      !has_dense_dimensions) {
     return false;
   }
   switch (out.scalar_type()) {
     case at::kFloat:
-      return !has_fast_blas() || std::min(out.size(0), left.size(1)) <= kFewRows;
+      return !processor().blas_is_fast || std::min(out.size(0), left.size(1)) <= kFewRows;
     case at::kBFloat16:
       // oneDNN's own product is as fast where it finds the pairs, along the depth, side by side in the right factor.
-      return !has_bfloat16() || (multiplies_pairs() && left.stride(1) == 1 && right.stride(1) == 1);
+      return !processor().has_bfloat16 || (multiplies_pairs() && left.stride(1) == 1 && right.stride(1) == 1);
     case at::kHalf:
       return true;
     default:

@@ -11,23 +11,15 @@
 
 #include "../common/parallel.h"
 #include "block_matmul.h"
+#include "processor.h"
 #include "serial_blas.h"
 
 namespace moe::cpu {
 namespace {
 
-// Without instructions for it, torch multiplies float16 on the CPU 7 to 500 times slower than float32, and bfloat16 by
-// a plain loop.
 bool multiplies_faster_in_float32(at::ScalarType dtype) {
-#ifdef __x86_64__
-  if (dtype == at::kBFloat16) {
-    return !__builtin_cpu_supports("avx512bw");
-  }
-  if (dtype == at::kHalf) {
-    return !__builtin_cpu_supports("avx512fp16");
-  }
-#endif
-  return dtype == at::kHalf;
+  return (dtype == at::kBFloat16 && !processor().blas_takes_bfloat16) ||
+         (dtype == at::kHalf && !processor().blas_takes_float16);
 }
 
 // oneDNN takes bfloat16 in pairs along the depth; where that is odd, the last pair of a row reaches into the next one,

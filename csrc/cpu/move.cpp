@@ -103,7 +103,7 @@ class Combiner {
 
  private:
   static Term<T, A> plain(const T* row) {
-    return {row, nullptr, A(1), false, nullptr};
+    return {row, nullptr, A(1), nullptr};
   }
 
   // Null where the slot has no row.
@@ -128,7 +128,7 @@ class Combiner {
     }
     const A weight = weights_[t * top_k_ + k];
     if (!skip_zero_weights_ || weight != A(0)) {
-      terms.push_back({row, bias, weight, true, row_of(t + 1, k)});
+      terms.push_back({row, bias, weight, row_of(t + 1, k)});
     }
   }
 
@@ -182,7 +182,7 @@ class Scatterer {
     }
     const int64_t next = row_of(i + 1);
     const Term<T, A> term{
-        rows_ + row * row_size_, bias_ == nullptr ? nullptr : bias_ + expert_idx_[i] * row_size_, weights_[i], true,
+        rows_ + row * row_size_, bias_ == nullptr ? nullptr : bias_ + expert_idx_[i] * row_size_, weights_[i],
         next == kNoRow ? nullptr : rows_ + next * row_size_};
     A lanes[kLanes] = {};
     write_row(target, row_size_, streamed_, [&](T* place, Stretch stretch) {

@@ -17,13 +17,13 @@ struct Stretch {
   int64_t size;
 };
 
-// What one row adds to a sum: the row, weight * row, or weight * (row + bias) where there is a bias.
+// What one row adds to a sum: weight * row, or weight * (row + bias) where there is a bias. A weight of 1 changes
+// nothing.
 template <typename T, typename A>
 struct Term {
   const T* row;
   const T* bias;
   A weight;
-  bool weighted;
   // The row that is read after this one, or null. Rows lie anywhere, which no processor foresees: the end of one row is
   // the time to ask for the beginning of the next.
   const T* next;

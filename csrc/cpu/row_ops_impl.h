@@ -153,52 +153,6 @@ inline void prefetch_later(const Term<T, A>& term, int64_t i, int64_t row_size, 
   prefetch_block(later < row_size ? term.row + later : next);
 }
 
-template <typename T, typename A>
-inline void add_block(Sums<A>& sums, const Term<T, A>& term, int64_t i) {
-  using S = Sums<A>;
-  A row_buffer[kBlock];
-  const A* row = load_block(row_buffer, term.row + i);
-  if (!term.weighted) {
-    S::each([&](int64_t v) { sums.vectors[v] += S::load(row, v); });
-  } else if (term.bias == nullptr) {
-    S::each([&](int64_t v) { sums.vectors[v] += term.weight * S::load(row, v); });
-  } else {
-    A bias_buffer[kBlock];
-    const A* bias = load_block(bias_buffer, term.bias + i);
-    S::each([&](int64_t v) { sums.vectors[v] += term.weight * (S::load(row, v) + S::load(bias, v)); });
-  }
-}
-
-template <typename T, typename A>
-inline A term_at(const Term<T, A>& term, int64_t i) {
-  const A row = static_cast<A>(term.row[i]);
-  const A value = term.bias == nullptr ? row : row + static_cast<A>(term.bias[i]);
-  return term.weighted ? term.weight * value : value;
-}
-
-template <typename T, typename A>
-void combine(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch) {
-  const int64_t ahead = bytes_ahead(count);
-  int64_t i = stretch.begin;
-  for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
-    Sums<A> sums;
-    for (int64_t k = 0; k < count; ++k) {
-      prefetch_later(terms[k], i, stretch.size, ahead);
-      add_block(sums, terms[k], i);
-    }
-    A block[kBlock];
-    Sums<A>::each([&](int64_t v) { Sums<A>::store(block, v, sums.vectors[v]); });
-    store_block(out, block);
-  }
-  for (; i < stretch.end; ++i, ++out) {
-    A sum = 0;
-    for (int64_t k = 0; k < count; ++k) {
-      sum += term_at(terms[k], i);
-    }
-    *out = static_cast<T>(sum);
-  }
-}
-
 // row + bias of a term where it has one.
 template <typename T, typename A>
 inline const A* load_biased(A* buffer, const Term<T, A>& term, int64_t i) {
@@ -212,6 +166,37 @@ inline const A* load_biased(A* buffer, const Term<T, A>& term, int64_t i) {
     buffer[j] = row[j] + bias[j];
   }
   return buffer;
+}
+
+template <typename T, typename A>
+inline A biased_at(const Term<T, A>& term, int64_t i) {
+  const A row = static_cast<A>(term.row[i]);
+  return term.bias == nullptr ? row : row + static_cast<A>(term.bias[i]);
+}
+
+template <typename T, typename A>
+void combine(T* out, const Term<T, A>* terms, int64_t count, Stretch stretch) {
+  const int64_t ahead = bytes_ahead(count);
+  int64_t i = stretch.begin;
+  for (; i + kBlock <= stretch.end; i += kBlock, out += kBlock) {
+    Sums<A> sums;
+    for (int64_t k = 0; k < count; ++k) {
+      prefetch_later(terms[k], i, stretch.size, ahead);
+      A buffer[kBlock];
+      const A* row = load_biased(buffer, terms[k], i);
+      Sums<A>::each([&](int64_t v) { sums.vectors[v] += terms[k].weight * Sums<A>::load(row, v); });
+    }
+    A block[kBlock];
+    Sums<A>::each([&](int64_t v) { Sums<A>::store(block, v, sums.vectors[v]); });
+    store_block(out, block);
+  }
+  for (; i < stretch.end; ++i, ++out) {
+    A sum = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      sum += terms[k].weight * biased_at(terms[k], i);
+    }
+    *out = static_cast<T>(sum);
+  }
 }
 
 template <typename T, typename A>
@@ -238,9 +223,8 @@ void scatter(T* out, A* lanes, const Term<T, A>& term, const T* grad, Stretch st
   S::each([&](int64_t v) { S::store(lanes, v, sums.vectors[v]); });
   for (int64_t j = 0; i < stretch.end; ++i, ++j, ++out) {
     const A g = static_cast<A>(grad[i]);
-    const A row = static_cast<A>(term.row[i]);
     *out = static_cast<T>(weight * g);
-    lanes[j] += (term.bias == nullptr ? row : row + static_cast<A>(term.bias[i])) * g;
+    lanes[j] += biased_at(term, i) * g;
   }
 }
 

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import resource
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.ranks import wait_until
 from torch_moe_ops.nn import MoE, average_expert_gradients, clip_grad_norm_, expert_parameters
 
 H, E, T = 8, 4, 6
@@ -231,10 +231,7 @@ def long_run(rank, options):
             del x, y
             if step == 20:
                 first, start = count_tensors(), resident_bytes()
-        # A thread of gloo lets go of what it sent a moment after wait() has returned.
-        deadline = time.monotonic() + 5
-        while count_tensors() > first and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: count_tensors() <= first)
         assert count_tensors() <= first
         assert resident_bytes() - start < 20 * 2**20
     finally:

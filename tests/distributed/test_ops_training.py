@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_moe_ops
 from tests.ops.data import Values, assert_same_bits
-from tests.ranks import Ranks
+from tests.ranks import Ranks, wait_until
 
 from .calls import FORWARD, REVERSE, Call, assert_right, step
 from .definition import Counts, recv_counts
@@ -202,10 +201,7 @@ def many_steps(rank: int, sends: list[Counts]) -> tuple[float, int]:
                 weight.grad = None
         del x, y
     growth = resident() - before
-    # gloo's threads let go of what was sent a moment after the exchange.
-    deadline = time.monotonic() + 5
-    while any(ref() is not None for ref in watched) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: all(ref() is None for ref in watched))
     gc.enable()
     return growth, sum(ref() is not None for ref in watched)
 
